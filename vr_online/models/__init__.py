@@ -1,0 +1,1 @@
+"""Networks whose parameter names are those of published checkpoints."""
