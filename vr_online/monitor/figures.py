@@ -1,0 +1,148 @@
+"""Pictures of the adaptation and of a run, from arrays; no files and no global plotting state."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Sequence
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from vr_online.monitor.history import BinHistory, axis
+
+T_LABEL = "t  (0 noise, 1 data)"
+PANEL = (5.2, 3.4)  # inches of one panel
+
+
+def panels(rows: int, columns: int, title: str) -> tuple[Figure, np.ndarray]:
+    """A figure with rows x columns axes, shape (rows, columns)."""
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.5), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.grid(True, alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def rasterize(figure: Figure) -> np.ndarray:
+    """The figure as (H, W, 3) uint8."""
+    if not isinstance(figure.canvas, FigureCanvasAgg):
+        FigureCanvasAgg(figure)
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
+
+
+def centres(bins: int) -> np.ndarray:
+    """Midpoints of the bins, (K,)."""
+    return (np.arange(bins) + 0.5) / bins
+
+
+def steps_plot(ax: Axes, values: np.ndarray, **style: Any) -> None:
+    """A piecewise constant function of t."""
+    ax.stairs(values, np.linspace(0, 1, len(values) + 1), baseline=None, **style)
+
+
+def fit_y(ax: Axes, *arrays: np.ndarray) -> None:
+    """Log axis for positive values that span more than a factor of 30, otherwise a linear one from zero."""
+    values = np.concatenate([np.ravel(a) for a in arrays]) if arrays else np.empty(0)
+    values = values[np.isfinite(values)]
+    if len(values) and values.min() > 0 and values.max() > 30 * values.min():
+        ax.set_yscale("log")
+    elif len(values) and values.min() >= 0:
+        ax.set_ylim(bottom=0)
+
+
+def moments_plot(ax: Axes, history: BinHistory, quantity: str, wanted: str, count: int = 5) -> None:
+    """A quantity over t at a few moments of training, dark early and bright late."""
+    values = history.values[quantity]
+    x, label = axis(history.x, wanted)
+    some = np.unique(np.linspace(0, len(values) - 1, count).round().astype(int))
+    for rank, i in enumerate(some):
+        colour = colormaps["viridis"](0.9 * rank / max(1, len(some) - 1))
+        steps_plot(ax, values[i], color=colour, linewidth=1.6, label=f"{EngFormatter(sep='')(x[i])} {label}")
+    fit_y(ax, values[some])
+    ax.set(xlabel=T_LABEL, xlim=(0, 1))
+    ax.legend(fontsize=8, frameon=False)
+
+
+def heat_plot(ax: Axes, history: BinHistory, values: np.ndarray, wanted: str, label: str, centre: Optional[float] = None) -> None:
+    """Values (T, K) over training (across) and t (up); diverging colours around `centre` on a log scale if given."""
+    x, x_label = axis(history.x, wanted)
+    edges = np.concatenate([[x[0] - (x[1] - x[0] if len(x) > 1 else max(x[0], 1.0))], x])
+    edges = np.maximum.accumulate(np.maximum(edges, 0.0))
+    finite = values[np.isfinite(values)]
+    limits: dict[str, Any] = {"cmap": "viridis"}
+    if centre is not None and len(finite):
+        reach = max(float(np.abs(finite - centre).max()), 1e-3)
+        limits = {"cmap": "RdBu_r", "vmin": centre - reach, "vmax": centre + reach}
+    elif len(finite):
+        low, high = np.percentile(finite, [1, 99])
+        limits.update(vmin=low, vmax=max(high, low + 1e-12))
+    mesh = ax.pcolormesh(edges, np.linspace(0, 1, values.shape[1] + 1), values.T, rasterized=True, **limits)
+    ax.set(xlabel=x_label, ylabel=T_LABEL)
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.grid(False)
+    ax.figure.colorbar(mesh, ax=ax, label=label)
+
+
+def variance_figure(history: BinHistory, wanted: str = "images", title: str = "gradient and loss over t") -> Optional[Figure]:
+    """Per-bin variance, second moment and loss: a few moments of training, and a heat map over all of it."""
+    rows = [
+        (key, label)
+        for key, label in (
+            ("grad_var", "gradient variance"),
+            ("grad_sq", "gradient second moment"),
+            ("loss", "loss"),
+        )
+        if key in history.values
+    ]
+    if not rows:
+        return None
+    figure, axes = panels(len(rows), 2, title)
+    for (key, label), (curves, heat) in zip(rows, axes):
+        moments_plot(curves, history, key, wanted)
+        curves.set_ylabel(label)
+        shown, name = history.values[key], label
+        positive = np.where(shown > 0, shown, np.nan)
+        if np.isfinite(positive).any() and np.nanmax(positive) > 30 * np.nanmin(positive):
+            shown, name = np.log10(positive), f"log10 {label}"
+        heat_plot(heat, history, shown, wanted, name)
+    return figure
+
+
+def proposal_figure(history: BinHistory, wanted: str = "images", title: str = "where t is drawn") -> Optional[Figure]:
+    """Proposal and target now, the proposal at a few moments, weights, and log2 p/q over training."""
+    values = history.values
+    if "p" not in values or "q" not in values:
+        return None
+    figure, axes = panels(2, 2, title)
+    p, q = values["p"][-1], values["q"][-1]
+    k = len(p)
+    scale = k if abs(p.sum() - 1) < 0.01 < k - 1 else 1  # masses become densities
+    steps_plot(axes[0, 0], p * scale, label="proposal p (drawn)", linewidth=2, color="tab:blue")
+    steps_plot(axes[0, 0], q * scale, label="target q (objective)", linewidth=2, color="tab:orange", linestyle="--")
+    fit_y(axes[0, 0])
+    axes[0, 0].set(xlabel=T_LABEL, ylabel="density", xlim=(0, 1), ylim=(0, None), title="now")
+    axes[0, 0].legend(frameon=False)
+    moments_plot(axes[0, 1], BinHistory(history.x, {"p": values["p"] * scale}), "p", wanted)
+    axes[0, 1].set(ylabel="proposal density", title="proposal over training")
+    weight = values["weight"][-1] if "weight" in values else np.divide(q, p, out=np.full(k, np.nan), where=p > 0)
+    steps_plot(axes[1, 0], weight, color="tab:green", linewidth=2)
+    axes[1, 0].axhline(1, color="grey", linewidth=1, linestyle=":")
+    axes[1, 0].set(xlabel=T_LABEL, ylabel="weight" if "weight" in values else "q / p", xlim=(0, 1), ylim=(0, None), title="importance weight now")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heat_plot(axes[1, 1], history, np.log2(values["p"] / values["q"]), wanted, "log2 p/q", centre=0.0)
+    axes[1, 1].set_title("red: drawn more often than the target asks")
+    return figure
+
+
+def tensorboard_figures(records: Sequence[dict[str, Any]]) -> dict[str, Figure]:
+    """The pictures that `Monitor` shows while a run goes, by tag."""
+    history = BinHistory.of(records)
+    made = {"figures/variance": variance_figure(history), "figures/proposal": proposal_figure(history)}
+    return {tag: figure for tag, figure in made.items() if figure is not None}
