@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from vr_online.errors import UserError
 
@@ -117,7 +117,7 @@ class ProbeConfig(Section):
     k: int = Field(16, ge=1)
     """Random rank-one directions per tapped layer."""
     layers: list[str] = ["*"]
-    """Shell-style patterns of the names of the `nn.Linear`s to tap."""
+    """Shell-style patterns of the names of the `nn.Linear`s to tap; one that starts with `!` excludes."""
 
 
 class TimestepConfig(Section):
@@ -125,7 +125,7 @@ class TimestepConfig(Section):
     """K equal cells of [0, 1]; target and proposal are constant on each."""
     target: str = "uniform"
     """Density q(t) that the objective is: `uniform`, `logit_normal(m, s)`, `mode(s)`, `cosmap`, `shift(alpha)`,
-    `beta(a, b)`, `table(file)`, `vr_static(file)`, or learned live: `grad_variance`, `entropy_rate`."""
+    `beta(a, b)`, `table(file)`, `vr_static(file)`, or learned live: `grad_variance(power)`, `entropy_rate(c)`."""
     proposal: str = "online_vr"
     """Density p(t) that t is drawn from: `online_vr`, `loss_second_moment`, `loss_ema`, `same` (as the target),
     or any fixed density of `target`."""
@@ -135,15 +135,37 @@ class TimestepConfig(Section):
     """One systematic sample over the global batch, or independent draws."""
     floor: float = Field(0.2, gt=0, le=1)
     """Share of q mixed into p, so that no weight exceeds 1 / floor."""
+    target_floor: float = Field(0.05, gt=0, le=1)
+    """Share of the uniform density mixed into a learned target, so that no time is ever forgotten."""
     smooth: float = Field(0.5, ge=0)
     """Width, in bins, of the smoothing over neighbouring bins; 0 for none."""
     half_life: float = Field(100_000, gt=0)
-    """Images over which, at the mean visiting rate, a bin's statistics lose half their weight."""
+    """Images over which, at the mean visiting rate, a bin's statistics lose half their weight. Less at the start
+    of a run: never more than a quarter of what the bin has seen."""
     warmup: float = Field(8, ge=1)
     """Effective samples every bin needs before p leaves q."""
     update_every: int = Field(1, ge=1)
     """Steps between two changes of the proposal."""
     probe: ProbeConfig = ProbeConfig()
+
+    @field_validator("target", "proposal")
+    @classmethod
+    def _spec(cls, spec: str, info: ValidationInfo) -> str:
+        from vr_online.timesteps import rules
+
+        (rules.parse_target if info.field_name == "target" else rules.parse_proposal)(spec)
+        return spec
+
+    @model_validator(mode="after")
+    def _memory(self) -> "TimestepConfig":
+        # Decay by half per half_life / bins samples leaves about 2.9 times as many effective ones.
+        longest = 2.9 * self.half_life / self.bins
+        if longest < self.warmup:
+            raise ValueError(
+                f"half_life {self.half_life:g} images over {self.bins} bins keeps {longest:.3g} effective samples a bin, "
+                f"which never reaches warmup {self.warmup:g}: raise half_life, or lower bins or warmup"
+            )
+        return self
 
 
 class TrainConfig(Section):
