@@ -1,0 +1,88 @@
+"""One lane: reads its shards in turn and hands out samples in the order planned for it, for ever."""
+
+from __future__ import annotations
+
+import sys
+from typing import Iterator, Optional
+
+import numpy as np
+
+from vr_online.data.order import LanePlan, Order
+from vr_online.data.position import Position
+from vr_online.data.shard import Expected, Sample, ShardError, read_samples
+from vr_online.data.sources import Access, Shard, open_source
+
+
+class Lane:
+    """Endless reader of one lane's samples, in the order `Order` says.
+
+    Args:
+        shards: all shards of the data set, as `order` counts them.
+        order, lane: which samples, and when.
+        expected: what each sample must look like.
+        access: how remote shards may be read.
+        skip: skip and count what a broken shard withholds, instead of raising.
+    """
+
+    def __init__(self, shards: list[Shard], order: Order, lane: int, expected: Expected, access: Access, skip: bool) -> None:
+        self._shards, self._order, self._lane = shards, order, lane
+        self._expected, self._access, self._skip = expected, access, skip
+
+    def samples(self, position: Position) -> Iterator[tuple[Sample, Position]]:
+        """Yields (sample, position after it) for ever, from `position` on; raises `ShardError`."""
+        epoch, n, skipped = position
+        barren = 0
+        while True:
+            plan = self._order.plan(epoch, self._lane)
+            barren = barren + 1 if plan.size and n == 0 else barren
+            for sample in self._epoch(plan, n):
+                n += 1
+                if sample is None:
+                    skipped += 1
+                    continue
+                barren = 0
+                yield sample, (epoch, n, skipped)
+            if barren > 1:
+                raise ShardError(f"data.on_error=skip left nothing: none of the shards of lane {self._lane} could be read in a whole epoch")
+            epoch, n = epoch + 1, 0
+
+    def _epoch(self, plan: LanePlan, n: int) -> Iterator[Optional[Sample]]:
+        """The samples of one epoch after the first n; None for one that could not be read."""
+        reading = self._reading(plan, n)
+        buffer: dict[int, Sample] = {}
+        reached = -1
+        for index in plan.leaving(n):
+            while reached < index:
+                reached, sample = next(reading, (plan.size, None))
+                if sample is not None:
+                    buffer[reached] = sample
+            yield buffer.pop(index, None)
+
+    def _reading(self, plan: LanePlan, n: int) -> Iterator[tuple[int, Optional[Sample]]]:
+        """(index in the lane's epoch, sample) in reading order, without the first n to leave."""
+        for piece, start, wanted in zip(plan.pieces, plan.starts.tolist(), plan.wanted(n)):
+            if wanted is not None and not wanted.any():
+                continue
+            offsets = np.arange(piece.count) if piece.offsets is None else piece.offsets
+            offsets = offsets if wanted is None else offsets[wanted]
+            index = start + (np.arange(piece.size) if wanted is None else np.flatnonzero(wanted))
+            yield from self._read_shard(self._shards[piece.shard], dict(zip(offsets.tolist(), index.tolist())))
+
+    def _read_shard(self, shard: Shard, index_of: dict[int, int]) -> Iterator[tuple[int, Optional[Sample]]]:
+        wanted = None
+        if len(index_of) < shard.count:
+            wanted = np.zeros(shard.count, dtype=bool)
+            wanted[list(index_of)] = True
+        read = 0
+        try:
+            source = open_source(shard.location, self._access)
+            try:
+                for ordinal, sample in read_samples(source.read, self._expected, shard.location, shard.count, wanted):
+                    read += 1
+                    yield index_of[ordinal], sample
+            finally:
+                source.close()
+        except ShardError as error:
+            if not self._skip:
+                raise
+            print(f"warning: skipped {len(index_of) - read} samples of a broken shard: {error}", file=sys.stderr, flush=True)
