@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ def save(
 
     Args:
         files: name -> text, written by the main rank as they are (config.yaml, dataset.json, data.json).
-        sampler: flat mapping of arrays and JSON values.
+        sampler: tree of mappings, arrays and JSON values.
         manifest: JSON values to keep in manifest.json.
 
     Raises:
@@ -134,17 +134,34 @@ def _sync_folder(path: Path) -> None:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes a flat mapping of arrays and JSON values as one safetensors file."""
-    arrays = {k: np.ascontiguousarray(v) for k, v in state.items() if isinstance(v, np.ndarray)}
-    values = {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
+    """Writes a tree of mappings, arrays and JSON values as one safetensors file."""
+    leaves = dict(_leaves(state))
+    arrays = {k: np.array(v, order="C") for k, v in leaves.items() if isinstance(v, np.ndarray)}
+    values = {k: v for k, v in leaves.items() if k not in arrays}
     save_numpy(arrays, path, {"values": json.dumps(values)})
 
 
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def read_state(path: Path) -> dict[str, Any]:
-    """Inverse of `write_state`."""
+    """Inverse of `write_state`; empty mappings are not kept."""
     with _open(path, "numpy") as file:
-        values = json.loads(file.metadata()["values"])
-        return {**values, **{key: file.get_tensor(key) for key in file.keys()}}
+        leaves = json.loads(file.metadata()["values"])
+        leaves.update({key: file.get_tensor(key) for key in file.keys()})
+    tree: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *parents, leaf = key.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
 
 
 def _open(path: Path, framework: str = "pt"):
@@ -268,13 +285,14 @@ def restore(path: Path, masters: MasterWeights, averages: list[torch.Tensor]) ->
         UserError: the checkpoint is of a model with other parameters.
     """
     pieces = Pieces(path)
-    kinds = {"master": masters.flats, "ema": averages, **{key: masters.moments(key) for key in MOMENTS}}
+    for kind in ("master", *MOMENTS):
+        for name, shape, start, values in masters.held(kind):
+            if pieces.shapes.get(name) != shape:
+                raise UserError(
+                    f"{path}: {name} is {pieces.shapes.get(name, 'missing')} in the checkpoint and {shape} in the model; "
+                    "resume with the configuration the run began with, or choose another run directory"
+                )
+            pieces.read(name, kind, start, values)
     for f in masters.fragments:
-        if pieces.shapes.get(f.name) != f.shape:
-            raise UserError(
-                f"{path}: {f.name} is {pieces.shapes.get(f.name, 'missing')} in the checkpoint and {f.shape} in the model; "
-                "resume with the configuration the run began with, or choose another run directory"
-            )
-        for kind, flats in kinds.items():
-            pieces.read(f.name, kind, f.start, f.of(flats))
+        pieces.read(f.name, "ema", f.start, f.of(averages))
     masters.optimizer_steps = pieces.optimizer_steps

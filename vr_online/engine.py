@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Iterator
 
 import torch
 import torch.distributed as dist
@@ -127,6 +128,7 @@ class MasterWeights:
 
     def __init__(self, engine, optimizer: GuardedAdamW, stage: int):
         self.optimizer = optimizer
+        self._whole = stage == 0
         named = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
         if stage == 0:
             self._slices(named, engine)
@@ -142,10 +144,9 @@ class MasterWeights:
         for (name, p), master in zip(named, masters):
             n = p.numel()
             start, end = rank * n // world, (rank + 1) * n // world
-            if end > start:
-                self.fragments.append(Fragment(name, tuple(p.shape), start, len(self.flats), 0, end - start))
-                self.flats.append(master.detach().view(-1)[start:end])
-                self._keys.append((master, start, end))
+            self.fragments.append(Fragment(name, tuple(p.shape), start, len(self.flats), 0, end - start))
+            self.flats.append(master.detach().view(-1)[start:end])
+            self._keys.append((master, start, end))
 
     def _stage_1_2(self, named) -> None:
         self.flats = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -169,6 +170,21 @@ class MasterWeights:
             numel = min(p.ds_tensor.ds_numel, p.ds_numel - start)
             if numel > 0:
                 self.fragments.append(Fragment(name, tuple(p.ds_shape), start, index, int(offset), numel))
+
+    def held(self, key: str) -> Iterator[tuple[str, tuple[int, ...], int, torch.Tensor]]:
+        """What this rank holds of `master`, `exp_avg` or `exp_avg_sq`, which without ZeRO is more than it owns.
+
+        Yields:
+            (parameter name, shape of the whole, first element, 1-D tensor that aliases the values).
+        """
+        flats = self.flats if key == "master" else self.moments(key)
+        for f in self.fragments:
+            if self._whole:
+                master = self._keys[f.index][0]
+                values = master.detach() if key == "master" else self.optimizer.state[master][key]
+                yield f.name, f.shape, 0, values.view(-1)
+            else:
+                yield f.name, f.shape, f.start, f.of(flats)
 
     def moments(self, key: str) -> list[torch.Tensor]:
         """AdamW's `exp_avg` or `exp_avg_sq`, laid out like `flats`; zeros before the first step."""

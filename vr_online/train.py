@@ -1,0 +1,244 @@
+"""Train a latent flow model.
+
+    deepspeed --num_gpus 8 --module vr_online.train --config configs/imagenet256_xl.yaml
+    vr-online train --config configs/demo.yaml train.steps=100 optimizer.lr=2e-4
+
+Any key of the configuration can be given as key.sub=value after the options. Run the same command again to continue
+from the newest whole checkpoint. `--dry-run` prints the resolved configuration and what the run will take.
+
+SIGTERM, SIGINT or SIGUSR1 make all ranks write a checkpoint at the same step and end with status 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from vr_online.config import Config, dump, load_config
+from vr_online.errors import UserError
+from vr_online.models.sit import drop_labels, forward_macs
+from vr_online.monitor.speed import device_peak_tflops, memory_metrics, mfu
+from vr_online.plan import describe
+from vr_online.ranks import Ranks
+from vr_online.run import Run, keyed_generator, open_data, start
+
+STOP_EVERY = 10  # steps between two looks at whether a rank was told to stop
+
+
+def train_step(run: Run) -> None:
+    """One optimizer step over the global batch. Nothing in it waits for the device."""
+    engine, plan, sampler = run.engine, run.plan, run.sampler
+    images = run.images + plan.batch_size
+    for group in run.optimizer.param_groups:
+        group["lr"] = run.schedule(images)
+
+    for micro in range(plan.accumulation):
+        with run.timer.wait():
+            batch = next(run.batches)
+        x_1 = run.norm.normalize(batch.latent)
+        generator = keyed_generator(run.device, run.config.seed, run.step, micro, run.ranks.rank)
+        x_0 = torch.randn(x_1.shape, generator=generator, device=run.device)
+        y = drop_labels(batch.y, run.config.model.label_drop, run.num_classes, generator)
+
+        draw = sampler.draw(len(x_1))
+        x_t, target = run.flow.sample(x_1, x_0, draw.t)
+        losses = run.flow.loss(engine(x_t, draw.t, y), target)
+        engine.backward((draw.weight * losses).mean())
+        sampler.update(draw, losses.detach())
+        run.totals.add_loss(draw.weight * losses.detach())
+        run.optimizer.found_inf = None
+        engine.step()  # moves the weights at the last micro-batch
+
+    # None: the engine itself saw a non-finite gradient and never called the optimizer.
+    skipped = run.optimizer.found_inf if run.optimizer.found_inf is not None else torch.ones((), device=run.device)
+    sampler.commit(skipped)
+    run.ema.update(images, skipped)
+    run.totals.add_step(skipped)
+    run.timer.step()
+    run.step += 1
+
+
+def train(config: Config, ranks: Ranks) -> dict:
+    """Runs the whole configuration; returns the last line of metrics with `steps`, `images`, `loss` and `run_dir`."""
+    run = start(config, ranks)
+    stop = StopSignal()
+    evaluator = _evaluator(run)
+    bar = tqdm(total=run.total_steps, initial=run.step, unit="step", disable=not ranks.is_main, dynamic_ncols=True)
+    last: dict = {}
+    saved_at = run.step
+    try:
+        while run.step < run.total_steps:
+            train_step(run)
+            bar.update()
+            finished = run.step == run.total_steps
+            if run.step % config.monitor.log_every == 0 or finished:
+                last = log(run, bar)
+            with run.timer.pause():
+                stopping = run.step % STOP_EVERY == 0 and ranks.any(stop.requested)
+                evaluate = evaluator.due(run.step) or (finished and evaluator.enabled)
+                if run.step % config.checkpoint.every == 0 or finished or stopping or evaluate:
+                    run.save()
+                    saved_at = run.step
+                if config.monitor.samples_every and (run.step % config.monitor.samples_every == 0 or finished):
+                    show_samples(run)
+                if evaluate:
+                    evaluator.evaluate(run)
+                evaluator.poll()
+            if stopping:
+                tqdm.write(f"told to stop: checkpoint of step {saved_at} written; run the same command to continue") if ranks.is_main else None
+                break
+        evaluator.finish()
+    finally:
+        bar.close()
+        run.monitor.close()
+        run.stream.close()
+    return {"steps": run.step, "images": run.images, "loss": last.get("train/loss"), "run_dir": str(run.directory), **evaluator.summary()}
+
+
+def log(run: Run, bar: tqdm) -> dict:
+    """Writes one line of metrics; the only place that waits for the device. All ranks call it."""
+    taken = run.totals.take_loss()
+    if run.ranks.world_size > 1:
+        dist.all_reduce(taken)
+    total, counted = taken.tolist()
+    values = {
+        "train/loss": total / counted if counted else float("nan"),
+        "train/grad_norm": float(run.optimizer.grad_norm) if run.optimizer.grad_norm is not None else float("nan"),
+        "train/lr": run.optimizer.param_groups[0]["lr"],
+        "train/skipped_steps": float(run.totals.skipped),
+        "train/epoch": run.images / run.info.samples,
+        **run.timer.summary(),
+        **memory_metrics(run.device),
+    }
+    peak = run.config.monitor.peak_tflops or device_peak_tflops(run.device, run.config.engine.precision)
+    if peak and "speed/images_per_s" in values:
+        macs = forward_macs(run.config.model, run.info.latent_shape)
+        values["speed/mfu"] = mfu(macs, values["speed/images_per_s"], run.ranks.world_size, peak)
+    values.update({f"sampler/{name}": value for name, value in run.sampler.metrics().items()})
+    snapshot = run.sampler.snapshot()
+    run.monitor.log(run.step, values, snapshot, images=run.images)
+    bar.set_postfix(loss=f"{values['train/loss']:.4f}", img_s=f"{values.get('speed/images_per_s', 0):.0f}", refresh=False)
+    _stop_if_diverged(run, snapshot)
+    return values
+
+
+def _stop_if_diverged(run: Run, snapshot: dict) -> None:
+    in_a_row = int(run.totals.in_a_row)
+    if in_a_row < run.config.train.max_skipped:
+        return
+    bad = [b for b, count in enumerate(snapshot.get("nonfinite", [])) if count]
+    where = f"; non-finite losses fell into bins {bad} of {len(snapshot['p'])}" if bad else ""
+    raise UserError(
+        f"step {run.step}: the loss or gradient was not finite for the last {in_a_row} steps in a row{where}. The weights are "
+        f"those of the last good step. Lower optimizer.lr or train.clip, or look at the data; checkpoints in {run.directory}"
+    )
+
+
+def show_samples(run: Run) -> None:
+    """A grid of samples from the averaged weights, to TensorBoard and `samples/<step>.png`. All ranks call it."""
+    from vr_online.evaluation.generation import preview
+
+    model = run.average_model()
+    if run.ranks.is_main:
+        grid = preview(model, run.flow, run.info, run.config.monitor)
+        from vr_online.monitor.grid import save_png
+
+        run.monitor.images(run.step, "samples", grid)
+        (run.directory / "samples").mkdir(exist_ok=True)
+        save_png(run.directory / "samples" / f"{run.step}.png", grid)
+
+
+def _evaluator(run: Run):
+    from vr_online.evaluation.jobs import Evaluator
+
+    evaluator = Evaluator(run.config, run.info, run.ranks, run.monitor)
+    run.extra["evaluator"] = evaluator
+    return evaluator
+
+
+class StopSignal:
+    """Whether this process was asked to end; a second SIGINT ends it at once."""
+
+    def __init__(self):
+        self.requested = False
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+            signal.signal(getattr(signal, name), self._request)
+
+    def _request(self, number, _frame) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="YAML of the run (see configs/)")
+    parser.add_argument("--init", metavar="WEIGHTS", help="same as model.init=WEIGHTS")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the plan, then end")
+    parser.add_argument("--world-size", type=int, default=None, help="ranks to plan for with --dry-run (default: those launched)")
+    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)  # the launcher passes it
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override any key of the configuration")
+
+
+def run(args: argparse.Namespace) -> int:
+    overrides = list(args.overrides) + ([f"model.init={json.dumps(args.init)}"] if args.init else [])
+    config = load_config(args.config, overrides)
+    if args.dry_run:
+        return _dry_run(config, args.world_size)
+    ranks = Ranks()
+    try:
+        summary = train(config, ranks)
+    except BaseException as error:  # every way out must end the other ranks too
+        return _failed(ranks, error)
+    if ranks.is_main:
+        print(json.dumps(summary), flush=True)
+    ranks.close()
+    return 0
+
+
+def _failed(ranks: Ranks, error: BaseException) -> int:
+    if isinstance(error, UserError):
+        message = str(error)
+    else:
+        elsewhere = ranks.failure_elsewhere()
+        if elsewhere:
+            print(f"[rank {ranks.rank}] stopped because another rank failed: {elsewhere}", file=sys.stderr, flush=True)
+            return 1
+        traceback.print_exception(error)
+        message = f"{type(error).__name__}: {error}"
+    print(f"[rank {ranks.rank}] error: {message}", file=sys.stderr, flush=True)
+    ranks.fail(message)
+    return 2 if isinstance(error, UserError) else 1
+
+
+def _dry_run(config: Config, world_size: int | None) -> int:
+    import os
+
+    if int(os.environ.get("RANK", 0)) == 0:
+        plan = describe(config, open_data(config), world_size or int(os.environ.get("WORLD_SIZE", 1)))
+        print(dump(config))
+        print("\n".join(f"{name + ':':10}{value}" for name, value in plan.items()))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vr_online.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
