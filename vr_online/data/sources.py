@@ -258,13 +258,13 @@ def _gopen_s3(url: str, mode: str = "rb", bufsize: int = 8192) -> Any:
 
 
 def _connect_gopen(location: str, position: int, access: Access) -> Readable:
-    import webdataset.gopen as wds
+    from webdataset.gopen import gopen, gopen_schemes
 
-    wds.gopen_schemes.setdefault("s3", _gopen_s3)
-    if scheme(location) not in wds.gopen_schemes:
+    gopen_schemes.setdefault("s3", _gopen_s3)
+    if scheme(location) not in gopen_schemes:
         raise ShardError(f"{location}: unknown kind of address; use a path, http(s), s3, gs, hf or pipe: with data.allow_pipe=true")
     try:
-        opened = wds.gopen(location, "rb")
+        opened = gopen(location, "rb")
     except OSError as error:
         raise ShardError(f"{location}: cannot start the command that reads it: {error}; is the tool installed?") from None
     except (ValueError, ImportError) as error:
