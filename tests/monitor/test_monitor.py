@@ -20,8 +20,9 @@ pytestmark = pytest.mark.filterwarnings("error:.*cannot write metrics")
 def snapshot(step, bins=4):
     grid = np.arange(bins, dtype=np.float64)
     return {
-        "p": np.full(bins, 1.0),
-        "q": np.full(bins, 1.0),
+        "edges": np.linspace(0, 1, bins + 1),
+        "p": np.full(bins, 1 / bins),
+        "q": np.full(bins, 1 / bins),
         "grad_var": 1.0 + grid + step / 100,
         "grad_sq": 2.0 + grid,
         "loss": grid + step,
@@ -86,14 +87,16 @@ def test_snapshots_are_stored_whole(tmp_path):
     with Monitor(tmp_path) as monitor:
         fill(monitor, [30])
     (record,) = read_records(tmp_path / "bins.jsonl")
-    for name, value in snapshot(30).items():
+    per_bin = {name: value for name, value in snapshot(30).items() if name != "edges"}
+    assert set(record) == {"step", "images", "time", *per_bin}
+    for name, value in per_bin.items():
         assert np.allclose(record[name], value, rtol=1e-5)
     assert record["images"] == 240
 
 
 def test_error_bar_bounds_stand_two_errors_off(tmp_path):
     with Monitor(tmp_path) as monitor:
-        monitor.scalars(1, {"sampler/achieved": 0.9, "sampler/achieved_se": 0.05})
+        monitor.scalars(1, {"sampler/achieved": 0.9, "sampler/achieved_error": 0.05})
     (record,) = read_records(tmp_path / "metrics.jsonl")
     assert record["sampler/achieved_low"] == pytest.approx(0.8)
     assert record["sampler/achieved_high"] == pytest.approx(1.0)

@@ -70,8 +70,10 @@ def moments_plot(ax: Axes, history: BinHistory, quantity: str, wanted: str, coun
     ax.legend(fontsize=8, frameon=False)
 
 
-def heat_plot(ax: Axes, history: BinHistory, values: np.ndarray, wanted: str, label: str, centre: Optional[float] = None) -> None:
-    """Values (T, K) over training (across) and t (up); diverging colours around `centre` on a log scale if given."""
+def heat_plot(
+    ax: Axes, history: BinHistory, values: np.ndarray, wanted: str, label: str, centre: Optional[float] = None
+) -> None:
+    """Values (T, K) over training (across) and t (up); diverging colours around `centre` if given."""
     x, x_label = axis(history.x, wanted)
     edges = np.concatenate([[x[0] - (x[1] - x[0] if len(x) > 1 else max(x[0], 1.0))], x])
     edges = np.maximum.accumulate(np.maximum(edges, 0.0))
@@ -117,28 +119,35 @@ def variance_figure(history: BinHistory, wanted: str = "images", title: str = "g
 
 def proposal_figure(history: BinHistory, wanted: str = "images", title: str = "where t is drawn") -> Optional[Figure]:
     """Proposal and target now, the proposal at a few moments, weights, and log2 p/q over training."""
-    values = history.values
-    if "p" not in values or "q" not in values:
+    if "p" not in history.values or "q" not in history.values:
         return None
     figure, axes = panels(2, 2, title)
-    p, q = values["p"][-1], values["q"][-1]
-    k = len(p)
-    scale = k if abs(p.sum() - 1) < 0.01 < k - 1 else 1  # masses become densities
-    steps_plot(axes[0, 0], p * scale, label="proposal p (drawn)", linewidth=2, color="tab:blue")
-    steps_plot(axes[0, 0], q * scale, label="target q (objective)", linewidth=2, color="tab:orange", linestyle="--")
-    fit_y(axes[0, 0])
+    p, q = densities(history)
+    steps_plot(axes[0, 0], p[-1], label="proposal p (drawn)", linewidth=2, color="tab:blue")
+    steps_plot(axes[0, 0], q[-1], label="target q (objective)", linewidth=2, color="tab:orange", linestyle="--")
     axes[0, 0].set(xlabel=T_LABEL, ylabel="density", xlim=(0, 1), ylim=(0, None), title="now")
     axes[0, 0].legend(frameon=False)
-    moments_plot(axes[0, 1], BinHistory(history.x, {"p": values["p"] * scale}), "p", wanted)
+    moments_plot(axes[0, 1], BinHistory(history.x, {"p": p}), "p", wanted)
     axes[0, 1].set(ylabel="proposal density", title="proposal over training")
-    weight = values["weight"][-1] if "weight" in values else np.divide(q, p, out=np.full(k, np.nan), where=p > 0)
-    steps_plot(axes[1, 0], weight, color="tab:green", linewidth=2)
-    axes[1, 0].axhline(1, color="grey", linewidth=1, linestyle=":")
-    axes[1, 0].set(xlabel=T_LABEL, ylabel="weight" if "weight" in values else "q / p", xlim=(0, 1), ylim=(0, None), title="importance weight now")
+    _weight_plot(axes[1, 0], history, p[-1], q[-1])
     with np.errstate(divide="ignore", invalid="ignore"):
-        heat_plot(axes[1, 1], history, np.log2(values["p"] / values["q"]), wanted, "log2 p/q", centre=0.0)
+        heat_plot(axes[1, 1], history, np.log2(p / q), wanted, "log2 p/q", centre=0.0)
     axes[1, 1].set_title("red: drawn more often than the target asks")
     return figure
+
+
+def densities(history: BinHistory) -> tuple[np.ndarray, np.ndarray]:
+    """Proposal and target densities, each (T, K), from the probabilities of the bins."""
+    return history.values["p"] * history.bins, history.values["q"] * history.bins
+
+
+def _weight_plot(ax: Axes, history: BinHistory, p: np.ndarray, q: np.ndarray) -> None:
+    recorded = "weight" in history.values
+    weight = history.values["weight"][-1] if recorded else np.divide(q, p, out=np.full(len(p), np.nan), where=p > 0)
+    steps_plot(ax, weight, color="tab:green", linewidth=2)
+    ax.axhline(1, color="grey", linewidth=1, linestyle=":")
+    label = "weight" if recorded else "q / p"
+    ax.set(xlabel=T_LABEL, ylabel=label, xlim=(0, 1), ylim=(0, None), title="importance weight now")
 
 
 def tensorboard_figures(records: Sequence[dict[str, Any]]) -> dict[str, Figure]:

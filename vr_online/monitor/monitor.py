@@ -116,7 +116,7 @@ class Monitor:
 
         Args:
             step: optimizer steps done.
-            values: by name; numbers or one-element tensors. `sampler/achieved` with `_se` gains `_low` and `_high`.
+            values: by name; numbers or one-element tensors. `sampler/achieved` with `_error` gains `_low` and `_high`.
             images: images seen; kept for later `bins` of the same step.
         """
         if not self.enabled:
@@ -136,10 +136,11 @@ class Monitor:
             append_record(self.run_dir / name, record)
 
     def bins(self, step: int, snapshot: Mapping[str, np.ndarray]) -> None:
-        """Appends the per-bin arrays, each (K,), to `bins.jsonl`; curves, and from time to time figures, to TensorBoard."""
+        """Appends the snapshot's (K,) arrays to `bins.jsonl`; curves, and from time to time figures, to TensorBoard."""
         if not self.enabled or not snapshot:
             return
-        arrays = {name: _rounded(value) for name, value in snapshot.items() if np.ndim(value) == 1}
+        bins = min(len(value) for value in snapshot.values())  # bin edges, one longer, are no per-bin array
+        arrays = {name: _rounded(value) for name, value in snapshot.items() if np.shape(value) == (bins,)}
         if not self._job:
             self._append(BINS_FILE, step, arrays)
         with self._guard(TENSORBOARD):
@@ -212,9 +213,9 @@ class Monitor:
 
 def _error_bar(values: Mapping[str, float]) -> dict[str, float]:
     """Bounds of two standard errors around `sampler/achieved`, which the margin chart needs as names of their own."""
-    if "sampler/achieved" not in values or "sampler/achieved_se" not in values:
+    if "sampler/achieved" not in values or "sampler/achieved_error" not in values:
         return {}
-    middle, error = values["sampler/achieved"], values["sampler/achieved_se"]
+    middle, error = values["sampler/achieved"], values["sampler/achieved_error"]
     return {"sampler/achieved_low": middle - 2 * error, "sampler/achieved_high": middle + 2 * error}
 
 

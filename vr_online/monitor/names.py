@@ -33,24 +33,33 @@ SCALARS: dict[str, Metric] = {
     "memory/host_peak_gib": Metric("GiB", "largest resident set of this rank's process"),
     "sampler/gain": Metric("", "predicted gradient variance, proposal over target; below 1 the adaptation pays"),
     "sampler/achieved": Metric("", "the same ratio measured from live weighted sketches"),
-    "sampler/achieved_se": Metric("", "standard error of sampler/achieved"),
+    "sampler/achieved_error": Metric("", "standard error of sampler/achieved"),
     "sampler/achieved_low": Metric("", "sampler/achieved less two standard errors"),
     "sampler/achieved_high": Metric("", "sampler/achieved plus two standard errors"),
-    "sampler/ess": Metric("", "effective sample size of the weights, as a share of the batch"),
+    "sampler/ess": Metric("", "effective sample size of the weights, as a share of the samples"),
     "sampler/weight_max": Metric("", "largest importance weight of the proposal; never above 1 / floor"),
-    "sampler/age_max": Metric("steps", "steps since the bin waiting longest was visited"),
+    "sampler/best_gain": Metric("", "least gain that any unbiased proposal could have"),
+    "sampler/can_pay": Metric("", "1 where best_gain is worth adapting for, 0 where it is not"),
+    "sampler/ready": Metric("", "1 once every bin has the effective samples that the warm-up asks for"),
+    "sampler/n_eff_min": Metric("samples", "effective samples of the bin that has fewest"),
+    "sampler/nonfinite": Metric("samples", "samples so far left out because their loss or gradient was not finite"),
+    "sampler/bytes_per_step": Metric("bytes", "statistics that each rank sends a step"),
+    "sampler/age_max": Metric("images", "images since the bin waiting longest was visited"),
 }
 
 BINS: dict[str, Metric] = {
-    "p": Metric("density", "proposal: where t is drawn"),
-    "q": Metric("density", "target: the weighting over t that the objective is"),
-    "weight": Metric("", "importance weight of the bin"),
+    "p": Metric("", "proposal: probability of drawing t in the bin"),
+    "q": Metric("", "target: weight of the bin in the objective; sums to 1"),
+    "weight": Metric("", "importance weight"),
     "grad_var": Metric("", "within-bin variance of the per-sample parameter gradient"),
     "grad_sq": Metric("", "second moment of the per-sample parameter gradient"),
+    "signal": Metric("", "squared norm of the bin's mean gradient"),
     "loss": Metric("", "mean unweighted loss"),
+    "loss_sq": Metric("", "mean squared unweighted loss"),
     "visits": Metric("samples", "samples drawn so far"),
-    "n": Metric("samples", "effective samples behind the estimates, after decay"),
-    "age": Metric("steps", "steps since the last visit"),
+    "n_eff": Metric("samples", "effective samples behind the estimates"),
+    "age": Metric("images", "images since the last visit"),
+    "nonfinite": Metric("samples", "samples left out because they were not finite"),
 }
 
 # Quantities that also get one TensorBoard curve per bin; the others live in bins.jsonl and the figures.
@@ -71,12 +80,17 @@ def bin_scalars(snapshot: Mapping[str, np.ndarray], quantities: tuple[str, ...] 
     return named
 
 
+def sampler_scalars(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The sampler's own numbers under their names here (`gain` becomes `sampler/gain`)."""
+    return {f"sampler/{name}": value for name, value in metrics.items()}
+
+
 def custom_scalar_layout() -> dict:
     """Charts for TensorBoard's Custom Scalars page: the adaptation on one page, the health of the run on another."""
     return {
         "adaptation": {
             "loss": ["Multiline", ["train/loss"]],
-            "gain: predicted (below 1 adapting pays) and achieved": ["Multiline", ["sampler/gain", "sampler/achieved$"]],
+            "gain: predicted (below 1 adapting pays) and achieved": ["Multiline", ["sampler/gain", "sampler/best_gain", "sampler/achieved$"]],
             "achieved variance ratio, two standard errors": [
                 "Margin",
                 ["sampler/achieved", "sampler/achieved_low", "sampler/achieved_high"],
@@ -86,7 +100,7 @@ def custom_scalar_layout() -> dict:
             "gradient variance per bin": ["Multiline", ["bins/grad_var/.*"]],
             "proposal per bin": ["Multiline", ["bins/p/.*"]],
             "loss per bin": ["Multiline", ["bins/loss/.*"]],
-            "longest unvisited bin (steps)": ["Multiline", ["sampler/age_max"]],
+            "longest unvisited bin (images)": ["Multiline", ["sampler/age_max"]],
         },
         "health": {
             "gradient norm": ["Multiline", ["train/grad_norm"]],
