@@ -103,6 +103,7 @@ class LatentExtractor(Extractor):
                 f"(at most {MAX_LATENT_FEATURES} numbers); use inception(PATH) or effnet_lite0"
             )
         self.device = torch.device(device)
+        self.norm = info.norm
         self.preprocessing = {
             "latent_shape": list(info.latent_shape),
             "codec": info.codec,
