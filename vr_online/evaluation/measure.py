@@ -1,0 +1,183 @@
+"""The loop of an evaluation: generate, extract, add up, over any number of ranks, and continue after a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any, Callable, Optional, Protocol
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from vr_online.evaluation.accumulate import Accumulator, Segments
+from vr_online.evaluation.features import Extractor
+from vr_online.evaluation.frechet import frechet_distance
+from vr_online.evaluation.group import Group
+from vr_online.evaluation.metrics import kernel_inception_distance, precision_recall
+from vr_online.evaluation.samples import SampleKeeper
+from vr_online.evaluation.statistics import Statistics, metric_name
+
+
+class Generator(Protocol):
+    """Where samples come from. Sample i must not depend on which others are asked for with it.
+
+    Attributes:
+        evaluations: network evaluations so far, summed over samples.
+    """
+
+    evaluations: int
+
+    def __call__(self, first: int, last: int) -> torch.Tensor:
+        """Samples `first` to `last` - 1, in the extractor's space: uint8 images (B, 3, H, W) or normalised latents."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What an evaluation measured.
+
+    Attributes:
+        metric, value: name and value of the Frechet distance.
+        metrics: every number by name, the distance included.
+        n: samples, exactly as many as asked for.
+        nfe: network evaluations per sample.
+        continued: samples taken over from an evaluation that was killed.
+        wall_s: seconds of this session.
+    """
+
+    metric: str
+    value: float
+    metrics: dict[str, float]
+    n: int
+    nfe: float
+    continued: int
+    wall_s: float
+
+
+def measure(
+    generate: Generator,
+    extractor: Extractor,
+    reference: Statistics,
+    *,
+    n: int,
+    batch_size: int = 64,
+    metrics: tuple[str, ...] = ("fd",),
+    seed: int = 0,
+    group: Optional[Group] = None,
+    segments: Optional[Segments] = None,
+    keeper: Optional[SampleKeeper] = None,
+    heartbeat: Optional[Callable[[], None]] = None,
+    progress: bool = True,
+) -> Measurement:
+    """Measures exactly n samples against reference statistics. All ranks of `group` call it and get the result.
+
+    Args:
+        metrics: of `fd`, `kid`, `is`, `pr`; the distance is always there.
+        segments: where sums of finished batches are saved, to continue from.
+        keeper: stores the samples themselves.
+        heartbeat: called on the main rank after every batch; may raise to stop all ranks.
+
+    Raises:
+        UserError: on every rank when any rank fails so: a sample that is not finite, a full disk, ...
+    """
+    start, group = time.monotonic(), group or Group()
+    total = Accumulator(n, keep_features=bool({"kid", "pr"} & set(metrics)), with_score="is" in metrics)
+    done = _continue(total, segments, group, extractor)
+    todo = [b for b in range(-(-n // batch_size)) if b not in done]
+    continued = n - sum(min(batch_size, n - b * batch_size) for b in todo)
+    with tqdm(initial=continued, total=n, unit="sample", desc=f"evaluating ({extractor.metric})", disable=not (progress and group.is_main)) as bar:
+        _run_batches(generate, extractor, total, todo, n, batch_size, group, segments, keeper, heartbeat, bar)
+    values = _finish(total, extractor, reference, metrics, seed, group)
+    assert values.pop("n") == n, "an evaluation counted another number of samples than it was asked for"
+    nfe = values.pop("nfe")
+    name = metric_name(reference, extractor)
+    return Measurement(name, values[name], values, n, nfe, continued, time.monotonic() - start)
+
+
+def _continue(total: Accumulator, segments: Optional[Segments], group: Group, extractor: Extractor) -> set[int]:
+    """Takes over what earlier sessions finished; returns its batches. Each rank reads its share of the files."""
+    if segments is None:
+        return set()
+    files = group.from_main(segments.found() if group.is_main else None)
+    error = None
+    try:
+        for path, _ in files[group.rank :: group.world_size]:
+            total.merge(segments.read(path), extractor.device)
+    except Exception as failure:
+        error = failure
+    group.raise_together(error)
+    return {batch for _, batches in files for batch in batches}
+
+
+def _run_batches(
+    generate: Generator,
+    extractor: Extractor,
+    total: Accumulator,
+    todo: list[int],
+    n: int,
+    batch_size: int,
+    group: Group,
+    segments: Optional[Segments],
+    keeper: Optional[SampleKeeper],
+    heartbeat: Optional[Callable[[], None]],
+    bar: tqdm,
+) -> None:
+    """Rank r takes every world_size-th batch. All ranks meet after each, so that none waits long and all fail together."""
+    fresh = total.empty_like()
+    mine = todo[group.rank :: group.world_size]
+    for turn in range(-(-len(todo) // group.world_size)):
+        error = None
+        try:
+            if turn < len(mine):
+                first = mine[turn] * batch_size
+                last = min(first + batch_size, n)
+                before = generate.evaluations
+                samples = generate(first, last)
+                features = extractor(samples)
+                for accumulator in (total, fresh) if segments else (total,):
+                    accumulator.add(mine[turn], first, features, generate.evaluations - before, extractor)
+                if keeper:
+                    keeper.keep(mine[turn], samples)
+            if segments and fresh.batches and (segments.due or turn == len(mine) - 1):
+                segments.save(fresh)
+                fresh = total.empty_like()
+            if heartbeat and group.is_main:
+                heartbeat()
+        except Exception as failure:
+            error = failure
+        group.raise_together(error)
+        bar.update(sum(min(batch_size, n - b * batch_size) for b in todo[turn * group.world_size : (turn + 1) * group.world_size]))
+
+
+def _finish(
+    total: Accumulator, extractor: Extractor, reference: Statistics, metrics: tuple[str, ...], seed: int, group: Group
+) -> dict[str, float]:
+    reduced = total.reduce(group, reference.moments.dim)
+    values, error = None, None
+    if group.is_main:
+        try:
+            values = _values(reduced, extractor, reference, metrics, seed)
+        except Exception as failure:
+            error = failure
+    group.raise_together(error)
+    return group.from_main(values)
+
+
+def _values(reduced: Accumulator, extractor: Extractor, reference: Statistics, metrics: tuple[str, ...], seed: int) -> dict[str, float]:
+    distance = frechet_distance(reduced.sums.moments(), reference.moments)
+    values: dict[str, Any] = {
+        metric_name(reference, extractor): distance,
+        "n": reduced.sums.n,
+        "nfe": reduced.evaluations / reduced.sums.n,
+    }
+    if "kid" in metrics or "pr" in metrics:
+        fake = reduced.ordered_features()
+        real = np.asarray(reference.features, dtype=np.float32)
+        if "kid" in metrics:
+            values["kid"] = kernel_inception_distance(real, fake, seed)
+        if "pr" in metrics:
+            values["precision"], values["recall"] = precision_recall(real, fake, device=extractor.device)
+    if "is" in metrics:
+        values["inception_score"], values["inception_score_std"] = reduced.score.score()
+    return values

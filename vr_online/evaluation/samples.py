@@ -1,0 +1,90 @@
+"""Samples that stay on disk when asked for: `samples.npz` (as ADM's evaluator reads it) or a folder of PNGs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vr_online.errors import UserError
+from vr_online.evaluation.features import to_uint8
+
+
+class SampleKeeper:
+    """Stores uint8 images batch by batch, any rank its own, and joins them at the end without holding them all.
+
+    Args:
+        folder: `evals/<step>/partial`.
+        decode: latents to float images in [0, 1]; None when samples already are uint8 images.
+    """
+
+    def __init__(self, folder: Path, decode=None):
+        self.folder, self.decode = folder, decode
+
+    def _path(self, batch: int) -> Path:
+        return self.folder / f"images-{batch:07d}.npy"
+
+    def keep(self, batch: int, samples: torch.Tensor) -> None:
+        """Stores one batch of uint8 images (B, 3, H, W), or of latents; raises `UserError` when it cannot be written."""
+        with torch.no_grad():
+            images = samples if samples.dtype == torch.uint8 else to_uint8(self.decode(samples))
+        array = images.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        path = self._path(batch)
+        aside = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(aside, "wb") as file:
+                np.save(file, array)
+            os.replace(aside, path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise UserError(f"{path}: cannot write samples: {error.strerror or error}") from None
+
+    def join(self, target: Path, n: int, batches: int) -> None:
+        """Makes `target` (.npz: array `arr_0` (n, H, W, 3) uint8; otherwise a folder of PNGs) of all batches and removes them."""
+        aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            if target.suffix == ".npz":
+                self._join_npz(aside, n, batches)
+                os.replace(aside, target)
+            else:
+                self._join_png(aside, batches)
+                shutil.rmtree(target, ignore_errors=True)
+                os.rename(aside, target)
+        except OSError as error:
+            raise UserError(f"{target}: cannot write samples: {error.strerror or error}") from None
+        self.clear()
+
+    def _join_npz(self, path: Path, n: int, batches: int) -> None:
+        first = np.load(self._path(0), allow_pickle=False)
+        header = {"descr": "|u1", "fortran_order": False, "shape": (n, *first.shape[1:])}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            with archive.open("arr_0.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array_header_2_0(member, header)
+                for batch in range(batches):
+                    member.write(np.load(self._path(batch), allow_pickle=False).tobytes())
+
+    def _join_png(self, folder: Path, batches: int) -> None:
+        folder.mkdir(parents=True)
+        number = 0
+        for batch in range(batches):
+            for image in np.load(self._path(batch), allow_pickle=False):
+                Image.fromarray(image).save(folder / f"{number:06d}.png")
+                number += 1
+
+    def clear(self) -> None:
+        for path in self.folder.glob("images-*"):
+            path.unlink(missing_ok=True)
+
+
+def prune_samples(evals: Path, keep: int) -> None:
+    """Removes the kept samples of all but the newest `keep` evaluations of a run."""
+    kept = [p for p in evals.rglob("samples.npz")] + [p for p in evals.rglob("samples") if p.is_dir()]
+    for path in sorted(kept, key=lambda p: p.stat().st_mtime)[: max(len(kept) - keep, 0)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
