@@ -300,17 +300,23 @@ class EvaluationConfig(Section):
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of the integrator's state."""
     features: str = "latent"
-    """Feature extractor: `latent`, `inception(path)`, `effnet_lite0` or `torchscript(path)`."""
+    """Feature extractor: `latent`, `inception(path)`, `effnet_lite0` (96 px; `effnet_lite0(224)`), `torchscript(path)` or
+    `torchscript(path, size)`."""
     resize: Literal["clean", "legacy_tensorflow", "legacy_pytorch"] = "clean"
     """clean-fid's resize mode, for image features."""
     reference: Optional[str] = None
-    """Reference statistics: npz from `vr-online fid stats`, clean-fid or ADM; or a folder of latent shards."""
+    """Reference statistics: npz from `vr-online fid stats`, clean-fid or ADM; or a folder of latent shards or images, whose
+    statistics are computed once. null takes the shards of `data`."""
+    codec_path: Optional[str] = None
+    """Where the codec's weights are on this machine; null takes the place recorded in `dataset.json`."""
     metrics: list[Literal["fd", "kid", "is", "pr"]] = ["fd"]
     """What to compute beside the Frechet distance `fd`: `kid`, `is` (Inception Score), `pr` (precision, recall)."""
     seed: int = 0
     """Image i is drawn from seed + i, whatever the number of ranks or the batch size."""
-    keep: int = Field(1, ge=0)
-    """Evaluations whose generated samples (`samples.npz`) stay on disk; results always stay."""
+    keep: int = Field(0, ge=0)
+    """Newest evaluations whose generated images stay on disk, all n of them; results and a sample grid always stay."""
+    keep_format: Literal["npz", "png"] = "npz"
+    """As `samples.npz` (array `arr_0`, what ADM's evaluator reads) or as a folder `samples` of PNGs."""
     device: Optional[str] = None
     """Device of a detached local job, such as `cuda:1` or `cpu`."""
     command: Optional[str] = None

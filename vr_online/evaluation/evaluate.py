@@ -1,0 +1,252 @@
+"""Evaluates a model or a checkpoint: samples, features, distances, `result.json`.
+
+    result = evaluate_model(model, flow, config, info)                  # in memory, nothing written
+    result = evaluate_checkpoint(run_dir / "checkpoints" / "5000")      # into evals/5000/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any, Callable, Iterator, Optional
+
+import numpy as np
+import torch
+
+from vr_online.config import Config, EvaluationConfig
+from vr_online.errors import UserError
+from vr_online.evaluation import results
+from vr_online.evaluation.accumulate import Segments
+from vr_online.evaluation.features import Extractor, build_extractor, to_uint8
+from vr_online.evaluation.group import Group
+from vr_online.evaluation.measure import measure
+from vr_online.evaluation.samples import SampleKeeper, prune_samples
+from vr_online.evaluation.statistics import Statistics, check_reference, digest, load_reference
+
+GRID = 64
+"""Samples shown in samples.png."""
+
+
+@dataclasses.dataclass
+class Task:
+    """What every evaluation of a run shares: loaded and checked once, before the first sample.
+
+    Attributes:
+        codec: decodes latents; None where it is not needed and its weights are not here.
+    """
+
+    settings: EvaluationConfig
+    info: Any
+    extractor: Extractor
+    reference: Statistics
+    codec: Any
+
+    @classmethod
+    def prepare(
+        cls, config: Config, info: Any, *, group: Optional[Group] = None, device: torch.device | str = "cpu",
+        cache: Optional[Path] = None, download: bool = False, progress: bool = True,
+    ) -> "Task":
+        """Builds the extractor and reads the reference; all ranks call it.
+
+        Args:
+            info: the run's `DatasetInfo`.
+            cache: folder for statistics computed from a data set (`<run>/evals`).
+            download: let clean-fid fetch a missing Inception.
+
+        Raises:
+            UserError: on every rank: an extractor, codec or reference is missing, damaged or does not fit.
+        """
+        group, settings, error = group or Group(), config.evaluation, None
+        try:
+            extractor = build_extractor(
+                settings.features, resize=settings.resize, device=device, info=info, download=download and group.is_main
+            )
+            codec = _codec(info, settings, device, needed=extractor.space == "image")
+        except Exception as failure:
+            error = failure
+        group.raise_together(error)
+        reference = _reference(config, extractor, group, cache, progress)
+        task = cls(settings, info, extractor, reference, codec)
+        try:
+            check_reference(reference, extractor, task.feature_dim())
+        except Exception as failure:
+            error = failure
+        group.raise_together(error)
+        return task
+
+    def feature_dim(self) -> int:
+        """Length of a feature vector, from one empty sample."""
+        return self.extractor(self.to_space(torch.zeros(1, *self.info.latent_shape))).shape[1]
+
+    def to_space(self, latents: torch.Tensor) -> torch.Tensor:
+        """Raw latents (B, C, H, W) to what the extractor takes."""
+        if self.extractor.space == "latent":
+            return self.info.norm.normalize(latents)
+        return self.to_images(latents)
+
+    @torch.no_grad()
+    def to_images(self, latents: torch.Tensor) -> torch.Tensor:
+        """Raw latents (B, C, H, W) to uint8 images (B, 3, h, w)."""
+        return to_uint8(self.codec.decode(latents))
+
+
+def _codec(info: Any, settings: EvaluationConfig, device: torch.device | str, needed: bool) -> Any:
+    from vr_online.data.codecs import codec_for
+
+    try:
+        return codec_for(info, settings.codec_path, device)
+    except UserError:
+        if needed or settings.keep:
+            raise
+        return None
+
+
+def _reference(config: Config, extractor: Extractor, group: Group, cache: Optional[Path], progress: bool) -> Statistics:
+    settings = config.evaluation
+    reference = settings.reference or config.data.dataset or config.data.shards
+    if not isinstance(reference, str):
+        raise UserError("evaluation.reference: say against what to measure: an npz from `vr-online fid stats`, or a folder of latent shards")
+    return load_reference(
+        reference, extractor, group=group, cache=cache, codec_path=settings.codec_path, batch_size=settings.batch_size,
+        keep_features=bool({"kid", "pr"} & set(settings.metrics)), progress=progress,
+    )
+
+
+class ModelGenerator:
+    """Samples of a model in the extractor's space; counts network evaluations.
+
+    Args:
+        num_classes: classes the model was trained with.
+    """
+
+    def __init__(self, model: torch.nn.Module, flow: Any, task: Task):
+        from vr_online.evaluation.generation import Sampler
+
+        self.task = task
+        self.sampler = Sampler(model, flow, task.settings, task.info.norm, model.num_classes)
+        self.evaluations = 0
+
+    def latents(self, first: int, last: int) -> torch.Tensor:
+        """Raw latents (last - first, C, H, W) of samples `first` to `last` - 1."""
+        return self.sampler.latents(first, last)
+
+    def __call__(self, first: int, last: int) -> torch.Tensor:
+        return self.task.to_space(self.latents(first, last))
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def evaluate_model(
+    model: torch.nn.Module,
+    flow: Any,
+    config: Config,
+    info: Any,
+    *,
+    task: Optional[Task] = None,
+    step: int = 0,
+    images: int = 0,
+    ema: str = "",
+    group: Optional[Group] = None,
+    folder: Optional[Path] = None,
+    identity: str = "",
+    heartbeat: Optional[Callable[[], None]] = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Evaluates a model as `config.evaluation` says; all ranks of `group` call it with the same weights.
+
+    Global random state is left as it was.
+
+    Args:
+        model: predicts as `flow` says; put into evaluation mode meanwhile.
+        flow: path and prediction.
+        info: the run's `DatasetInfo`.
+        task: from `Task.prepare`, to reuse its network and reference.
+        step, images: recorded in the result.
+        ema: recorded: which average the weights are.
+        folder: `evals/<step>`; gets result.json, samples.png and, while it runs, partial sums. None writes nothing.
+        identity: of the weights; partial sums of others are not continued from.
+        heartbeat: called on the main rank after every batch; may raise.
+
+    Returns:
+        The contents of result.json, on every rank.
+
+    Raises:
+        UserError: on every rank.
+    """
+    group = group or Group()
+    device = next(model.parameters()).device
+    task = task or Task.prepare(config, info, group=group, device=device, progress=progress)
+    settings = task.settings
+    partial = folder / "partial" if folder else None
+    with _evaluating(model), torch.no_grad():
+        generate = ModelGenerator(model, flow, task)
+        keeper = SampleKeeper(partial, _denormalised(task)) if partial and settings.keep else None
+        measurement = measure(
+            generate, task.extractor, task.reference, n=settings.n, batch_size=settings.batch_size, metrics=tuple(settings.metrics),
+            seed=settings.seed, group=group, segments=Segments(partial, fingerprint(task, flow, identity)) if partial else None,
+            keeper=keeper, heartbeat=heartbeat, progress=progress,
+        )
+        grid = _grid(generate, task) if folder and group.is_main else None
+    result = results.build(
+        measurement, settings, task.extractor, task.reference, step=step, images=images, ema=ema, flow=flow,
+        codec_hash=info.codec_hash, world_size=group.world_size,
+    )
+    error = None
+    if folder and group.is_main:
+        try:
+            _write(folder, result, settings, grid, keeper)
+        except Exception as failure:
+            error = failure
+    group.raise_together(error)
+    return group.from_main(result)
+
+
+def _denormalised(task: Task) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Latents in the extractor's space to float images."""
+    return lambda x_1: task.codec.decode(task.info.norm.denormalize(x_1))
+
+
+def fingerprint(task: Task, flow: Any, identity: str) -> str:
+    """Changes with anything that the sums of a batch depend on."""
+    settings = {key: getattr(task.settings, key) for key in results.SETTINGS if key not in ("reference", "metrics")}
+    kept = sorted({"kid", "pr", "is"} & set(task.settings.metrics))
+    return digest([settings, kept, task.extractor.describe(), task.info.codec_hash, flow.path.name, flow.prediction, identity])
+
+
+def _grid(generate: ModelGenerator, task: Task) -> Optional[np.ndarray]:
+    """The first samples as one picture; None where no codec can decode them."""
+    from vr_online.monitor.grid import image_grid
+
+    if task.codec is None:
+        return None
+    count, size = min(GRID, task.settings.n), task.settings.batch_size
+    images = [task.to_images(generate.latents(i, min(i + size, count))) for i in range(0, count, size)]
+    return image_grid(torch.cat(images).permute(0, 2, 3, 1).cpu().numpy(), columns=8)
+
+
+def _write(folder: Path, result: dict[str, Any], settings: EvaluationConfig, grid: Optional[np.ndarray], keeper: Optional[SampleKeeper]) -> None:
+    """Everything of a finished evaluation; result.json last, since it says that all is there."""
+    from vr_online.monitor.grid import save_png
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if grid is not None:
+            save_png(folder / "samples.png", grid)
+        if keeper:
+            target = folder / ("samples.npz" if settings.keep_format == "npz" else "samples")
+            keeper.join(target, settings.n, -(-settings.n // settings.batch_size))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write samples: {error.strerror or error}; free space and evaluate again, finished samples are kept") from None
+    results.write(folder / "result.json", result)
+    Segments(folder / "partial", "").clear()
+    with contextlib.suppress(OSError):
+        (folder / "partial").rmdir()
