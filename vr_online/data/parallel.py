@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
+import threading
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Callable, Optional, Sequence
@@ -80,11 +82,18 @@ def _run_pool(
 
 def _setup(setup: Callable, setup_args: tuple, devices: Sequence[str], counter: Any, seat: Any) -> None:
     global _state, _counter
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     with seat.get_lock():
         device = devices[seat.value % len(devices)]
         seat.value += 1
     _counter = counter
     _state = setup(*setup_args, device)
+
+
+def _die_with_parent() -> None:
+    """A killed parent must not leave workers waiting for ever for its next task."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _call(function: Callable, task: Any) -> Any:
