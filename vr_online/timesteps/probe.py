@@ -14,7 +14,7 @@ share one probe: their sketches add up, and E||s_i||^2 / k is the squared norm o
 from __future__ import annotations
 
 import fnmatch
-import zlib
+import hashlib
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ class _Tap(torch.autograd.Function):
     def forward(ctx, y: Tensor, x: Tensor, probe: Tensor, u: Tensor, v: Tensor) -> Tensor:
         # Under autocast x is wider than the layer's own saved copy; keep the narrow one.
         ctx.save_for_backward(x.to(y.dtype), u, v)
-        return y.view_as(y)
+        # The same memory, but no view in autograd's eyes: a view made here may not be modified in place later.
+        return y.data
 
     @staticmethod
     @once_differentiable
@@ -119,8 +120,10 @@ def _matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, p) for p in wanted) and not any(fnmatch.fnmatchcase(name, p) for p in refused)
 
 
-def _signs(rows: int, k: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def _signs(rows: int, k: int, key: str) -> Tensor:
+    # torch's CPU generator uses 32 bits of its seed, so they must be hashed from all of the key.
+    digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return torch.randint(0, 2, (rows, k), generator=generator).mul_(2).sub_(1).float()
 
 
@@ -128,9 +131,8 @@ def _install(name: str, module: nn.Linear, state: _State, k: int, seed: int):
     if hasattr(module, "_probe_state"):
         raise RuntimeError(f"{name} is tapped already: remove the first probe, or share it")
     device = module.weight.device
-    key = ((seed & 0x3FFFFFFF) << 32) ^ zlib.crc32(name.encode())
-    module.register_buffer("_probe_u", _signs(module.out_features, k, 2 * key).to(device), persistent=False)
-    module.register_buffer("_probe_v", _signs(module.in_features, k, 2 * key + 1).to(device), persistent=False)
+    module.register_buffer("_probe_u", _signs(module.out_features, k, f"{seed} {name} out").to(device), persistent=False)
+    module.register_buffer("_probe_v", _signs(module.in_features, k, f"{seed} {name} in").to(device), persistent=False)
     module._probe_state = state
     return module.register_forward_hook(_tap)
 

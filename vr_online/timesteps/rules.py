@@ -99,8 +99,8 @@ def _rate_factor(path: Any, prediction: str, c: float, centers: Tensor, points: 
     """(K,) mean over each bin of gate * (d snr / dt / 2) * (mmse per unit of loss)."""
     offsets = centers.new_tensor([(i + 0.5) / points - 0.5 for i in range(points)])
     t = centers[:, None] + offsets[None, :] / len(centers)
-    alpha, sigma = path.alpha(t).double(), path.sigma(t).double()
-    slope = path.d_alpha(t).double() - alpha * path.d_sigma(t).double() / sigma
+    alpha, sigma, d_alpha, d_sigma = path.coefficients(t)
+    slope = d_alpha - alpha * d_sigma / sigma
     mmse = {"velocity": slope.pow(-2), "data": t.pow(0), "noise": (sigma / alpha).square()}[prediction]
     gate = sigma.square() / (sigma.square() + c * c)
     return (gate * alpha * slope / sigma.square() * mmse).mean(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,8 +156,10 @@ class BinStatistics:
     def state_dict(self) -> dict:
         """Arrays and numbers, free of the world size."""
         tensors = {name: getattr(self, name).cpu().numpy() for name in ("sums", "visits", "age", "nonfinite")}
-        rows = {name: [row.cpu().tolist() for row in getattr(self.history, name)] for name in ("loss", "grad_var")}
-        return {**tensors, "history": {"every": self.history.every, "images": list(self.history.images), **rows}}
+        past = self.history
+        rows = {name: _stacked(getattr(past, name), self.bins) for name in ("loss", "grad_var")}
+        images = np.asarray(past.images, np.int64)
+        return {**tensors, "history": {"every": past.every, "images": images, **rows}}
 
     def load_state_dict(self, state: dict) -> None:
         for name in ("sums", "visits", "age", "nonfinite"):
@@ -169,6 +172,10 @@ class BinStatistics:
 
     def _tensor(self, values) -> Tensor:
         return torch.as_tensor(values, dtype=torch.float64).clone().to(self.device)
+
+
+def _stacked(rows: list[Tensor], bins: int) -> np.ndarray:
+    return torch.stack(rows).cpu().numpy() if rows else np.zeros((0, bins))
 
 
 def frozen(skipped: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
