@@ -213,7 +213,7 @@ def parse(spec: str, also: tuple[str, ...] = ()) -> Spec:
     if density is None:
         raise unknown(parts.name, [*DENSITIES, *also])
     if density.takes_file:
-        file = ",".join(parts.args)
+        file = spec.partition("(")[2].rpartition(")")[0].strip().strip("'\"")  # a name may hold commas
         if not file:
             raise DensityError(f"{spec}: {parts.name} takes one file name, as in {parts.name}(density.npz)")
         read_table(file)
