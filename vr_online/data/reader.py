@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import signal
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -193,10 +196,13 @@ class LatentStream:
             self._batches = self._start()
         try:
             item = next(self._batches)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, EOFError, OSError) as error:
+            if not self._config.workers or (isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)):
                 raise
-            raise UserError(f"a data worker of rank {self._rank} died ({error}); was the machine out of memory? Lower data.workers, data.prefetch or data.shuffle") from None
+            raise UserError(
+                f"a data worker of rank {self._rank} died ({error or type(error).__name__}); if the machine ran out of memory, "
+                "lower data.workers, data.prefetch or data.shuffle"
+            ) from None
         finally:
             self.wait_s += time.perf_counter() - start
         if isinstance(item, _Failure):
@@ -220,8 +226,7 @@ class LatentStream:
             (number, Lane(self._shards, order, number, self._expected, access, skip), self._positions[number]) for number in numbers
         ]
         workers = self._config.workers
-        with warnings.catch_warnings():  # torch's opinion on workers per core is not about readers that mostly wait
-            warnings.filterwarnings("ignore", message=".*worker processes in total.*")
+        with _quiet_start():
             loader = DataLoader(
                 _Lanes(lanes, self._make, self._batch_size),
                 batch_size=None,
@@ -241,6 +246,19 @@ class LatentStream:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Keeps torch from warning about more workers than cores (readers mostly wait), and from raising out of a
+    signal handler, anywhere in the program, when a worker dies: `pull` notices within seconds."""
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGCHLD)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*worker processes in total.*")
+        yield
+    if main and handler is not None:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _unchanged(item: Any) -> Any:
