@@ -17,6 +17,13 @@ from vr_online.monitor.records import append_record, read_records, truncate_reco
 pytestmark = pytest.mark.filterwarnings("error:.*cannot write metrics")
 
 
+@pytest.fixture(autouse=True)
+def few_figures(request, monkeypatch):
+    """Drawing takes most of the time, so only tests about figures draw."""
+    if "figures" not in request.node.name:
+        monkeypatch.setattr("vr_online.monitor.figures.tensorboard_figures", lambda history: {})
+
+
 def snapshot(step, bins=4):
     grid = np.arange(bins, dtype=np.float64)
     return {

@@ -7,11 +7,12 @@ from PIL import Image
 from vr_online.cli import main
 from vr_online.errors import UserError
 from vr_online.monitor import Monitor
+from vr_online.monitor.fid_figure import curves, fid_figure, quality
 from vr_online.monitor.figures import heat_plot, panels, proposal_figure, rasterize, steps_plot, variance_figure
 from vr_online.monitor.history import BinHistory, Scalars, axis
 from vr_online.monitor.plot import plot, read_runs
 from vr_online.monitor.records import read_records
-from vr_online.monitor.run_figures import quality, smooth
+from vr_online.monitor.run_figures import smooth
 from vr_online.monitor.runs import read_run
 
 ALL = ["loss", "speed", "variance", "proposal", "sampler", "fid"]
@@ -161,8 +162,8 @@ def test_smoothing_keeps_constants_and_bridges_gaps():
 @pytest.mark.parametrize(
     "result",
     [
-        {"step": 1, "n": 10, "fid_clean": 3.0},
-        {"step": 1, "metrics": {"fid_clean": 3.0}, "seed": 7},
+        {"step": 1, "metric": "fid_clean", "value": 3.0, "metrics": {"fid_clean": 3.0, "kid_std": 0.1}, "seed": 7},
+        {"step": 1, "metrics": {"fid_clean": 3.0, "note": "text"}, "seed": 7},
         {"step": 1, "metric": "fid_clean", "value": 3.0, "steps": 50},
     ],
 )
@@ -170,10 +171,36 @@ def test_metrics_of_a_result_are_found_and_settings_are_not(result):
     assert quality(result) == {"fid_clean": 3.0}
 
 
+def test_values_of_different_protocols_never_share_a_curve(tmp_path):
+    run = make_run(tmp_path / "run")
+    for step, solver in ((10, "heun"), (20, "heun"), (30, "euler")):
+        add_result(run, step, metrics={"fd_latent": step / 10}, solver=solver, n=500)
+    found = curves([read_run(run)], "fd_latent")
+    assert {label: [r["step"] for r in results] for label, results in found.items()} == {"heun": [10, 20], "euler": [30]}
+    (panel,) = fid_figure([read_run(run)], "step").axes
+    assert [list(line.get_xdata()) for line in panel.get_lines()] == [[10, 20], [30]]
+
+
+def test_runs_of_one_protocol_are_told_apart_by_name(tmp_path):
+    runs = [make_run(tmp_path / name) for name in "ab"]
+    for run in runs:
+        add_result(run, 10, metrics={"fd_latent": 1.0}, solver="heun")
+    assert list(curves(read_runs(runs), "fd_latent")) == ["a", "b"]
+
+
+def test_results_of_other_settings_are_found(tmp_path):
+    run = make_run(tmp_path / "run")
+    add_result(run, 10, metrics={"fd_latent": 1.0})
+    other = run / "evals" / "10" / "euler-50"
+    other.mkdir()
+    (other / "result.json").write_text(json.dumps({"step": 10, "metrics": {"fd_latent": 2.0}}))
+    assert [quality(r)["fd_latent"] for r in read_run(run).evaluations] == [2.0, 1.0]
+
+
 def test_evaluations_come_in_order_of_step(tmp_path):
     run = make_run(tmp_path / "run")
     for step in (100, 20, 3):
-        add_result(run, step, fd_latent=1.0)
+        add_result(run, step, metrics={"fd_latent": 1.0})
     assert [r["step"] for r in read_run(run).evaluations] == [3, 20, 100]
 
 

@@ -153,6 +153,31 @@ def test_cuda_wait_counts_only_the_time_the_device_stood_still():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_pause_leaves_out_what_happens_inside_and_not_the_steps_queued_before():
+    import time
+
+    a = torch.randn(8192, 8192, device="cuda")
+    timer = StepTimer("cuda", batch_size=1)
+
+    def steps(paused):
+        torch.cuda.synchronize()
+        timer.step()
+        timer.summary()
+        for _ in range(5):
+            for _ in range(20):
+                a @ a
+            timer.step()
+            with timer.pause():
+                if paused:
+                    torch.cuda.synchronize()
+                    time.sleep(0.3)
+        return timer.summary()["speed/step_s"]
+
+    steps(False)  # warm-up
+    assert steps(True) == pytest.approx(steps(False), rel=0.2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_memory_is_the_peak():
     torch.cuda.reset_peak_memory_stats()
     x = torch.empty(2**28, dtype=torch.uint8, device="cuda")

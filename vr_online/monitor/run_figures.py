@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Callable, Optional, Sequence
 
 import numpy as np
@@ -12,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from vr_online.monitor import names
+from vr_online.monitor.fid_figure import fid_figure
 from vr_online.monitor.figures import (
     T_LABEL,
     fit_y,
@@ -24,7 +24,6 @@ from vr_online.monitor.figures import (
 from vr_online.monitor.history import axis
 from vr_online.monitor.runs import Run
 
-_QUALITY = re.compile(r"^(fid|fd|kid|sfid|is$|inception|precision|recall)")
 _TITLES = {
     "train/loss": "loss",
     "train/grad_norm": "gradient norm before clipping",
@@ -40,7 +39,6 @@ _TITLES = {
     "sampler/ess": "effective sample size (share of the batch)",
     "sampler/weight_max": "largest weight",
 }
-_HIGHER_IS_BETTER = re.compile(r"^(is$|inception|precision|recall)")
 
 
 def colour(index: int) -> Any:
@@ -155,7 +153,7 @@ def proposal_plots(runs: Sequence[Run], wanted: str) -> Optional[Figure]:
     """One run: proposal, target, weights, and their history. Several: their last ones together."""
     if len(runs) == 1:
         return runs[0].bins and proposal_figure(runs[0].bins, wanted, f"{runs[0].name}: where t is drawn")
-    return _last_bins(runs, {"p": "proposal p", "q": "target q", "weight": "importance weight"}, "where t is drawn, at the end")
+    return _last_bins(runs, {"p": "proposal density p", "q": "target density q", "weight": "importance weight"}, "where t is drawn, at the end")
 
 
 def _last_bins(runs: Sequence[Run], quantities: dict[str, str], title: str) -> Optional[Figure]:
@@ -168,7 +166,8 @@ def _last_bins(runs: Sequence[Run], quantities: dict[str, str], title: str) -> O
         drawn = []
         for i, run in adaptive:
             if quantity in run.bins.values:
-                drawn.append(run.bins.values[quantity][-1])
+                scale = run.bins.bins if quantity in ("p", "q") else 1  # probabilities to densities
+                drawn.append(scale * run.bins.values[quantity][-1])
                 steps_plot(ax, drawn[-1], color=colour(i), label=run.name, linewidth=1.8)
         fit_y(ax, *drawn)
         ax.set(xlabel=T_LABEL, ylabel=quantities[quantity], xlim=(0, 1))
@@ -243,46 +242,6 @@ def age_plot(ax: Axes, runs: Sequence[Run], wanted: str) -> None:
         return last_bins_plot(ax, runs, "age")
     heat_plot(ax, history, history.values["age"], wanted, names.BINS["age"].unit)
     ax.set_title(names.BINS["age"].meaning, fontsize=10)
-
-
-def quality(result: dict[str, Any]) -> dict[str, float]:
-    """The metrics in an evaluation's result, by name."""
-    pool = {**result, **result.get("metrics", {})} if isinstance(result.get("metrics"), dict) else dict(result)
-    if isinstance(result.get("metric"), str) and isinstance(result.get("value"), (int, float)):
-        pool[result["metric"]] = result["value"]
-    numeric = {k: float(v) for k, v in pool.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-    return {k: v for k, v in numeric.items() if _QUALITY.match(k) and not k.endswith(("_se", "_std", "_error"))}
-
-
-def fid_figure(runs: Sequence[Run], wanted: str) -> Optional[Figure]:
-    """Every metric of the evaluations over training, a panel each."""
-    metrics = list(dict.fromkeys(name for run in runs for result in run.evaluations for name in quality(result)))
-    if not metrics:
-        return None
-    columns = min(3, len(metrics))
-    figure, axes = panels(-(-len(metrics) // columns), columns, _with_name("evaluations", runs))
-    for name, ax in zip(metrics, axes.flat):
-        _quality_plot(ax, runs, name, wanted)
-    for ax in axes.flat[len(metrics) :]:
-        ax.set_visible(False)
-    _legend(figure, axes.flat, runs)
-    return figure
-
-
-def _quality_plot(ax: Axes, runs: Sequence[Run], name: str, wanted: str) -> None:
-    drawn = []
-    for i, run in enumerate(runs):
-        points = [(r, quality(r)[name]) for r in run.evaluations if name in quality(r)]
-        if not points:
-            continue
-        x = {key: np.array([float(result.get(key) or "nan") for result, _ in points]) for key in ("step", "images")}
-        places, label = axis(x, wanted)
-        drawn.append(np.array([value for _, value in points]))
-        ax.plot(places, drawn[-1], marker="o", markersize=4, color=colour(i), label=run.name)
-        ax.set_xlabel(label)
-    fit_y(ax, *drawn)
-    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    ax.set_title(f"{name} ({'higher' if _HIGHER_IS_BETTER.match(name) else 'lower'} is better)", fontsize=10)
 
 
 FIGURES: dict[str, Callable[[Sequence[Run], str], Optional[Figure]]] = {

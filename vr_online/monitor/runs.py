@@ -21,7 +21,7 @@ class Run:
         name: shown in legends.
         scalars: everything in `metrics.jsonl`.
         bins: everything in `bins.jsonl`; None for a run without an adaptive sampler.
-        evaluations: the contents of `evals/<step>/result.json`, by step.
+        evaluations: the contents of the `result.json` below `evals/`, by step.
     """
 
     name: str
@@ -47,13 +47,13 @@ def read_run(directory: str | Path, name: Optional[str] = None) -> Run:
 
 
 def read_evaluations(directory: Path) -> list[dict[str, Any]]:
-    """All `evals/*/result.json` that hold a step, in order of it.
+    """All results below `evals/` that hold a step, those of other settings included, in order of step.
 
     Raises:
         UserError: a result is not JSON.
     """
     found = []
-    for path in sorted(directory.glob("evals/*/result.json")):
+    for path in sorted([*directory.glob("evals/*/result.json"), *directory.glob("evals/*/*/result.json")]):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

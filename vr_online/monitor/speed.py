@@ -8,11 +8,53 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 
 _GIB = 2**30
+
+
+class _Stretches:
+    """Adds up stretches of a loop, without waiting for the device.
+
+    On CUDA a stretch is the device's, not the host's: it lies between two events on the current stream. Work that
+    was queued before it does not count, so that a host that runs ahead of the device adds nothing.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+        self._device, self._clock = device, clock
+        self._seconds = 0.0
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._free: list[torch.cuda.Event] = []
+
+    @contextlib.contextmanager
+    def stretch(self) -> Iterator[None]:
+        start = self._mark()
+        try:
+            yield
+        finally:
+            end = self._mark()
+            if self._device.type == "cuda":
+                self._pairs.append((start, end))
+            else:
+                self._seconds += end - start
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return self._clock()
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def take(self) -> float:
+        """Seconds since the last call. On CUDA all work must have ended."""
+        seconds, self._seconds = self._seconds, 0.0
+        for start, end in self._pairs:
+            seconds += start.elapsed_time(end) / 1e3
+            self._free += [start, end]
+        self._pairs.clear()
+        return seconds
 
 
 class StepTimer:
@@ -29,81 +71,46 @@ class StepTimer:
             with timer.pause():                  # checkpoints, evaluations: left out of the step time
                 ...
 
-    On CUDA the wait is the device's, not the host's: a pair of events around the wait lie apart by the
-    time for which the stream had nothing to do, which is zero while the host runs ahead.
-
     Args:
         device: where the steps run.
         batch_size: images of one optimizer step over all ranks.
         clock: seconds, monotonic; replaced in tests.
     """
 
-    def __init__(self, device: torch.device | str, batch_size: int, clock=time.perf_counter) -> None:
-        self._device = torch.device(device)
-        self._cuda = self._device.type == "cuda"
-        self._batch_size = batch_size
-        self._clock = clock
-        self._free: list[torch.cuda.Event] = []
-        self._reset()
+    def __init__(
+        self, device: torch.device | str, batch_size: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._device, self._batch_size, self._clock = torch.device(device), batch_size, clock
+        self._waits = _Stretches(self._device, clock)
+        self._pauses = _Stretches(self._device, clock)
+        self._start, self._steps = clock(), 0
 
-    def _reset(self) -> None:
-        self._start = self._clock()
-        self._steps = 0
-        self._waited = 0.0
-        self._paused = 0.0
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def _event(self) -> "torch.cuda.Event":
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    @contextlib.contextmanager
-    def wait(self) -> Iterator[None]:
+    def wait(self) -> contextlib.AbstractContextManager[None]:
         """Surrounds the call that may wait for data."""
-        if self._cuda:
-            before = self._event()
-            yield
-            self._pairs.append((before, self._event()))
-        else:
-            start = self._clock()
-            yield
-            self._waited += self._clock() - start
+        return self._waits.stretch()
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Surrounds work that is no part of a step. Synchronises on CUDA, so that queued steps stay in the step time."""
-        self._synchronize()
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._synchronize()
-            self._paused += self._clock() - start
+    def pause(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds work that is no part of a step; costs nothing where there is none."""
+        return self._pauses.stretch()
 
     def step(self) -> None:
         """One optimizer step has been issued."""
         self._steps += 1
 
-    def _synchronize(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
-
     def summary(self) -> dict[str, float]:
         """`speed/step_s`, `speed/images_per_s`, `speed/wait_share` since the last call; {} without a step. Resets."""
         if not self._steps:
             return {}
-        self._synchronize()
-        elapsed = max(self._clock() - self._start - self._paused, 1e-9)
-        for before, after in self._pairs:
-            self._waited += before.elapsed_time(after) / 1e3
-            self._free += [before, after]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = self._clock()
+        elapsed = max(now - self._start - self._pauses.take(), 1e-9)
         result = {
             "speed/step_s": elapsed / self._steps,
             "speed/images_per_s": self._steps * self._batch_size / elapsed,
-            "speed/wait_share": min(self._waited / elapsed, 1.0),
+            "speed/wait_share": min(self._waits.take() / elapsed, 1.0),
         }
-        self._reset()
+        self._start, self._steps = now, 0
         return result
 
 
