@@ -52,11 +52,11 @@ def run_tasks(
         if workers == 1:
             state = setup(*setup_args, devices[0])
             return [function(state, task, bar.update) for task in tasks]
-        return _run_pool(function, tasks, setup, setup_args, devices, workers, bar)
+        return _run_pool(function, tasks, setup, setup_args, devices, workers, bar, label)
 
 
 def _run_pool(
-    function: Callable, tasks: Sequence[Any], setup: Callable, setup_args: tuple, devices: Sequence[str], workers: int, bar: tqdm
+    function: Callable, tasks: Sequence[Any], setup: Callable, setup_args: tuple, devices: Sequence[str], workers: int, bar: tqdm, label: str
 ) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     counter, seat = context.Value("q", 0), context.Value("q", 0)
@@ -74,7 +74,7 @@ def _run_pool(
         for process in set(multiprocessing.active_children()) - before:
             process.terminate()
         if isinstance(error, BrokenProcessPool):
-            raise UserError(f"{bar.desc}: a worker process died, perhaps for lack of memory; try again with fewer --workers") from None
+            raise UserError(f"{label}: a worker process died, perhaps for lack of memory; try again with fewer --workers") from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)
