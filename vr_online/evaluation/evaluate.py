@@ -114,18 +114,17 @@ def _reference(config: Config, extractor: Extractor, group: Group, cache: Option
 
 
 class ModelGenerator:
-    """Samples of a model in the extractor's space; counts network evaluations.
-
-    Args:
-        num_classes: classes the model was trained with.
-    """
+    """Samples of a model in the extractor's space."""
 
     def __init__(self, model: torch.nn.Module, flow: Any, task: Task):
         from vr_online.evaluation.generation import Sampler
 
         self.task = task
         self.sampler = Sampler(model, flow, task.settings, task.info.norm, model.num_classes)
-        self.evaluations = 0
+
+    @property
+    def evaluations(self) -> int:
+        return self.sampler.evaluations
 
     def latents(self, first: int, last: int) -> torch.Tensor:
         """Raw latents (last - first, C, H, W) of samples `first` to `last` - 1."""
@@ -230,7 +229,9 @@ def _grid(generate: ModelGenerator, task: Task) -> Optional[np.ndarray]:
         return None
     count, size = min(GRID, task.settings.n), task.settings.batch_size
     images = [task.to_images(generate.latents(i, min(i + size, count))) for i in range(0, count, size)]
-    return image_grid(torch.cat(images).permute(0, 2, 3, 1).cpu().numpy(), columns=8)
+    # Balanced labels go round the classes: as many columns as classes puts one class in each.
+    columns = task.info.num_classes if 2 < task.info.num_classes <= 16 else 8
+    return image_grid(torch.cat(images).permute(0, 2, 3, 1).cpu().numpy(), columns)
 
 
 def _write(folder: Path, result: dict[str, Any], settings: EvaluationConfig, grid: Optional[np.ndarray], keeper: Optional[SampleKeeper]) -> None:

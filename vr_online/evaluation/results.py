@@ -9,9 +9,10 @@ import platform
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator
 
 import numpy as np
+from PIL import Image
 
 from vr_online.config import EvaluationConfig
 from vr_online.errors import UserError
@@ -158,7 +159,7 @@ def field(result: dict[str, Any], name: str) -> Any:
     return value
 
 
-def publish(run_dir: Path, result: dict[str, Any], settings: EvaluationConfig, grid: Optional[np.ndarray]) -> None:
+def publish(run_dir: Path, result: dict[str, Any], settings: EvaluationConfig, grid: Path) -> None:
     """Adds a result to the run's TensorBoard at its step, as the run `eval` beside the training's, and draws figures/fid.png.
 
     The result is safe on disk by then, so what fails here is only said.
@@ -171,8 +172,8 @@ def publish(run_dir: Path, result: dict[str, Any], settings: EvaluationConfig, g
         with Monitor(run_dir, job="eval") as monitor:
             tag = label(settings)
             monitor.scalars(result["step"], {f"eval/{name}/{tag}": value for name, value in result["metrics"].items()}, result["images"])
-            if grid is not None:
-                monitor.images(result["step"], f"eval/samples/{tag}", grid)
+            if grid.exists():
+                monitor.images(result["step"], f"eval/samples/{tag}", np.asarray(Image.open(grid).convert("RGB")))
         draw(run_dir)
     except Exception as error:
         tqdm.write(f"{run_dir}: the evaluation of step {result['step']} could not be drawn: {error}")
