@@ -6,17 +6,17 @@
 Any key of the configuration can be given as key.sub=value after the options. Run the same command again to continue
 from the newest whole checkpoint. `--dry-run` prints the resolved configuration and what the run will take.
 
-SIGTERM, SIGINT or SIGUSR1 make all ranks write a checkpoint at the same step and end with status 0.
+SIGTERM, SIGINT or SIGUSR1 make all ranks write a checkpoint at the same step and end with status 75 (not finished).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import traceback
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,17 @@ from tqdm import tqdm
 
 from vr_online.config import Config, dump, load_config
 from vr_online.errors import UserError
+from vr_online.evaluation.generation import preview
+from vr_online.evaluation.jobs import Evaluator
 from vr_online.models.sit import drop_labels, forward_macs
+from vr_online.monitor.grid import save_png
 from vr_online.monitor.speed import device_peak_tflops, memory_metrics, mfu
 from vr_online.plan import describe
 from vr_online.ranks import Ranks
 from vr_online.run import Run, keyed_generator, open_data, start
 
 STOP_EVERY = 10  # steps between two looks at whether a rank was told to stop
+STOPPED = 75  # exit status of a run that was told to stop: EX_TEMPFAIL, try again later
 
 
 def train_step(run: Run) -> None:
@@ -67,40 +71,49 @@ def train_step(run: Run) -> None:
 
 
 def train(config: Config, ranks: Ranks) -> dict:
-    """Runs the whole configuration; returns the last line of metrics with `steps`, `images`, `loss` and `run_dir`."""
+    """Runs the whole configuration, or until told to stop.
+
+    Returns:
+        `steps`, `images`, the last logged `loss`, `run_dir`, and the metrics of the last evaluation.
+    """
     run = start(config, ranks)
-    stop = StopSignal()
-    evaluator = _evaluator(run)
+    evaluator = run.extra["evaluator"] = Evaluator(config, run.info, ranks, run.monitor)
+    stop, last = StopSignal(), {}
     bar = tqdm(total=run.total_steps, initial=run.step, unit="step", disable=not ranks.is_main, dynamic_ncols=True)
-    last: dict = {}
-    saved_at = run.step
     try:
-        while run.step < run.total_steps:
+        if run.step and evaluator.missed(run.step):
+            evaluator.evaluate(run)
+        while run.step < run.total_steps and not stop.agreed:
             train_step(run)
             bar.update()
             finished = run.step == run.total_steps
-            if run.step % config.monitor.log_every == 0 or finished:
+            if finished or run.step % config.monitor.log_every == 0:
                 last = log(run, bar)
             with run.timer.pause():
-                stopping = run.step % STOP_EVERY == 0 and ranks.any(stop.requested)
-                evaluate = evaluator.due(run.step) or (finished and evaluator.enabled)
-                if run.step % config.checkpoint.every == 0 or finished or stopping or evaluate:
-                    run.save()
-                    saved_at = run.step
-                if config.monitor.samples_every and (run.step % config.monitor.samples_every == 0 or finished):
-                    show_samples(run)
-                if evaluate:
-                    evaluator.evaluate(run)
-                evaluator.poll()
-            if stopping:
-                tqdm.write(f"told to stop: checkpoint of step {saved_at} written; run the same command to continue") if ranks.is_main else None
-                break
+                stop.agree(run)
+                after_step(run, evaluator, ending=finished or stop.agreed)
         evaluator.finish()
     finally:
         bar.close()
         run.monitor.close()
         run.stream.close()
+    if run.step < run.total_steps and ranks.is_main:
+        tqdm.write(f"told to stop: the checkpoint of step {run.step} is written; run the same command to continue")
     return {"steps": run.step, "images": run.images, "loss": last.get("train/loss"), "run_dir": str(run.directory), **evaluator.summary()}
+
+
+def after_step(run: Run, evaluator: Evaluator, ending: bool) -> None:
+    """What is due after a step: a checkpoint, a grid of samples, an evaluation. All ranks call it."""
+    config, finished = run.config, run.step == run.total_steps
+    evaluate = evaluator.due(run.step) or (finished and evaluator.enabled)
+    if ending or evaluate or run.step % config.checkpoint.every == 0:
+        run.monitor.flush()
+        run.save()
+    if config.monitor.samples_every and (finished or run.step % config.monitor.samples_every == 0):
+        show_samples(run)
+    if evaluate:
+        evaluator.evaluate(run)
+    evaluator.poll()
 
 
 def log(run: Run, bar: tqdm) -> dict:
@@ -144,38 +157,35 @@ def _stop_if_diverged(run: Run, snapshot: dict) -> None:
 
 def show_samples(run: Run) -> None:
     """A grid of samples from the averaged weights, to TensorBoard and `samples/<step>.png`. All ranks call it."""
-    from vr_online.evaluation.generation import preview
-
     model = run.average_model()
     if run.ranks.is_main:
         grid = preview(model, run.flow, run.info, run.config.monitor)
-        from vr_online.monitor.grid import save_png
-
         run.monitor.images(run.step, "samples", grid)
         (run.directory / "samples").mkdir(exist_ok=True)
         save_png(run.directory / "samples" / f"{run.step}.png", grid)
 
 
-def _evaluator(run: Run):
-    from vr_online.evaluation.jobs import Evaluator
-
-    evaluator = Evaluator(run.config, run.info, run.ranks, run.monitor)
-    run.extra["evaluator"] = evaluator
-    return evaluator
-
-
 class StopSignal:
-    """Whether this process was asked to end; a second SIGINT ends it at once."""
+    """Whether the run was asked to end, on any rank. A second SIGINT ends this process at once.
+
+    Attributes:
+        agreed: all ranks know, and stop after the same step.
+    """
 
     def __init__(self):
-        self.requested = False
+        self._requested = self.agreed = False
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             signal.signal(getattr(signal, name), self._request)
 
     def _request(self, number, _frame) -> None:
-        if self.requested and number == signal.SIGINT:
+        if self._requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
+        self._requested = True
+
+    def agree(self, run: Run) -> None:
+        """Exchanges the flag now and then; waits for the other hosts, not for devices. All ranks call it."""
+        if run.step % STOP_EVERY == 0:
+            self.agreed = run.ranks.any(self._requested)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
     if ranks.is_main:
         print(json.dumps(summary), flush=True)
     ranks.close()
-    return 0
+    return 0 if summary["steps"] == config.train.total_steps else STOPPED
 
 
 def _failed(ranks: Ranks, error: BaseException) -> int:
@@ -219,8 +229,6 @@ def _failed(ranks: Ranks, error: BaseException) -> int:
 
 
 def _dry_run(config: Config, world_size: int | None) -> int:
-    import os
-
     if int(os.environ.get("RANK", 0)) == 0:
         plan = describe(config, open_data(config), world_size or int(os.environ.get("WORLD_SIZE", 1)))
         print(dump(config))
