@@ -246,3 +246,62 @@ def test_device_batches_on_cuda(shards):
 
 def test_shard_error_is_what_callers_catch():
     assert issubclass(ShardError, UserError)
+
+
+def test_streaming_over_http(shards, tmp_path):
+    """The same batches as from the folder, `dataset.json` included, from a server that drops every other connection."""
+    import functools
+    import http.server
+    import threading
+
+    from vr_online.data import sources
+    from vr_online.data.format import DatasetInfo
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        requests = 0
+
+        def log_message(self, *_):
+            pass
+
+        def copyfile(self, source, outputfile):
+            Handler.requests += 1
+            data = source.read()
+            outputfile.write(data[: len(data) // 2] if Handler.requests % 2 else data)
+
+    folder, _ = shards
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        info = DatasetInfo.load(url)
+        remote = LatentStream(data_config(folder, shards=url, workers=1, retries=3), info, batch_size=4, seed=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sources, "BACKOFF", 0.001)
+            got = [indices(batch) for batch in take(remote, 20)]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert got == [indices(batch) for batch in take(stream_of(shards), 20)]
+    assert Handler.requests > len(COUNTS)
+
+
+def test_damage_never_reaches_a_batch_unnoticed(tmp_path):
+    """Shards damaged at random: the stream stops with the shard's name, or every sample it gives is a true one."""
+    import random
+
+    clean = tmp_path / "clean"
+    info = write_shards(clean, [6, 6])
+    true = {index_of(b.latent.numpy())[0]: (b.latent[0].numpy().tobytes(), int(b.y)) for b in take(stream_of((clean, info), 1), 12)}
+    data, generator, stopped = (clean / "shard-00001.tar").read_bytes(), random.Random(3), 0
+    for _ in range(200):
+        damaged = bytearray(data)
+        place = generator.randrange(len(data))
+        damaged[place : place + 4] = generator.randbytes(4)
+        (clean / "shard-00001.tar").write_bytes(damaged[: generator.choice([len(data), len(data), place])])
+        try:
+            for batch in take(stream_of((clean, info), 1), 12):
+                assert true[indices(batch)[0]] == (batch.latent[0].numpy().tobytes(), int(batch.y))
+        except UserError as error:
+            assert "shard-00001.tar" in str(error)
+            stopped += 1
+    assert stopped > 80

@@ -31,19 +31,17 @@ class Lane:
     def samples(self, position: Position) -> Iterator[tuple[Sample, Position]]:
         """Yields (sample, position after it) for ever, from `position` on; raises `ShardError`."""
         epoch, n, skipped = position
-        barren = 0
+        in_vain, total = 0, sum(shard.count for shard in self._shards)
         while True:
-            plan = self._order.plan(epoch, self._lane)
-            barren = barren + 1 if plan.size and n == 0 else barren
-            for sample in self._epoch(plan, n):
+            for sample in self._epoch(self._order.plan(epoch, self._lane), n):
                 n += 1
-                if sample is None:
-                    skipped += 1
+                if sample is not None:
+                    in_vain = 0
+                    yield sample, (epoch, n, skipped)
                     continue
-                barren = 0
-                yield sample, (epoch, n, skipped)
-            if barren > 1:
-                raise ShardError(f"data.on_error=skip left nothing: none of the shards of lane {self._lane} could be read in a whole epoch")
+                skipped, in_vain = skipped + 1, in_vain + 1
+                if in_vain > total:
+                    raise ShardError(f"data.on_error=skip left nothing: lane {self._lane} could not read the last {in_vain} samples, more than there are")
             epoch, n = epoch + 1, 0
 
     def _epoch(self, plan: LanePlan, n: int) -> Iterator[Optional[Sample]]:
