@@ -60,6 +60,13 @@ def scalar_points(folder, tag):
     return {e.step: e.value for e in events(folder).Scalars(tag)}
 
 
+def back_date(folder):
+    """TensorBoard reads event files in the order of their names, which begin with the second they were made in."""
+    for path in folder.glob("events.out.tfevents.*"):
+        _, _, _, second, rest = path.name.split(".", 4)
+        path.rename(path.with_name(f"events.out.tfevents.{int(second) - 60}.{rest}"))
+
+
 def test_one_line_a_log_step_with_the_names_of_tensorboard(tmp_path):
     with Monitor(tmp_path) as monitor:
         fill(monitor, [10, 20])
@@ -112,6 +119,7 @@ def test_error_bar_bounds_stand_two_errors_off(tmp_path):
 def test_resume_drops_later_lines_and_hides_later_points(tmp_path):
     with Monitor(tmp_path) as monitor:
         fill(monitor, [10, 20, 30])
+    back_date(tmp_path / "tensorboard")
     with Monitor(tmp_path, resume_step=20) as monitor:
         monitor.log(25, {"train/loss": 7.0}, snapshot(25))
     for name in ("metrics.jsonl", "bins.jsonl"):
@@ -151,6 +159,7 @@ def test_truncation_killed_midway_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_fresh_start_keeps_the_former_files_aside(tmp_path):
     with Monitor(tmp_path) as monitor:
         fill(monitor, [10, 20])
+    back_date(tmp_path / "tensorboard")
     with Monitor(tmp_path) as monitor:
         fill(monitor, [5])
     assert [r["step"] for r in read_records(tmp_path / "metrics.jsonl")] == [5]
