@@ -284,9 +284,8 @@ class EvaluationConfig(Section):
     """Relative tolerance of dopri5."""
     atol: float = Field(1e-6, gt=0)
     """Absolute tolerance of dopri5."""
-    diffusion: str = "sbdm"
-    """Diffusion coefficient of the SDE: `constant`, `sbdm`, `sigma`, `linear`, `decreasing` or
-    `increasing-decreasing` (SiT, table of coefficients)."""
+    diffusion: Literal["constant", "sbdm", "sigma", "linear", "decreasing", "increasing-decreasing"] = "sbdm"
+    """Diffusion coefficient of the SDE (SiT, table of coefficients); the published SiT numbers are with `sigma`."""
     last_step: Literal["mean", "tweedie", "euler", "none"] = "mean"
     """How the SDE takes its last step."""
     last_step_size: float = Field(0.04, ge=0, lt=1)
@@ -324,6 +323,19 @@ class EvaluationConfig(Section):
     `sbatch --wrap "vr-online fid {run} --steps {step}"`; null starts a local process."""
     wait_at_end: bool = True
     """Let the run wait for detached jobs still running when training ends."""
+
+    @field_validator("cfg_interval")
+    @classmethod
+    def _interval(cls, interval: list[float]) -> list[float]:
+        if not 0 <= interval[0] <= interval[1] <= 1:
+            raise ValueError("give two times in [0, 1], the smaller first")
+        return interval
+
+    @model_validator(mode="after")
+    def _sde_steps(self) -> "EvaluationConfig":
+        if self.solver == "euler_maruyama" and self.last_step_size > 0 and self.steps < 2:
+            raise ValueError("steps: euler_maruyama needs at least 2, since the last one is of length last_step_size")
+        return self
 
 
 class Config(Section):
