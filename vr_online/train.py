@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from vr_online.checkpoint import write_atomic
 from vr_online.config import Config, dump, load_config
 from vr_online.errors import UserError
 from vr_online.evaluation.generation import preview
@@ -208,6 +209,7 @@ def run(args: argparse.Namespace) -> int:
     except BaseException as error:  # every way out must end the other ranks too
         return _failed(ranks, error)
     if ranks.is_main:
+        write_atomic(config.directory / "summary.json", json.dumps(summary))
         print(json.dumps(summary), flush=True)
     ranks.close()
     return 0 if summary["steps"] == config.train.total_steps else STOPPED
