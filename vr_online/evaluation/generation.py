@@ -8,6 +8,7 @@ products, whose kernels may differ with the batch size; on one kernel the result
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Iterator, NamedTuple, Optional, Sequence
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vr_online.models.sit import SiT
 
 PREVIEW_ROWS = 10
+BAR_REFRESH_S = 0.5
 
 
 class NoiseStreams:
@@ -126,13 +128,14 @@ class Sampler:
         )
 
     def _velocity(self, labels: Tensor, bar: Optional[tqdm]) -> Velocity:
-        calls = 0
+        calls, shown = 0, 0.0
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
-            nonlocal calls
+            nonlocal calls, shown
             calls += 1
-            if bar is not None:
-                bar.set_postfix(evaluations=calls)
+            if bar is not None and time.monotonic() - shown > BAR_REFRESH_S:
+                shown = time.monotonic()
+                bar.set_postfix(evaluations=calls)  # a sign of life where one batch takes minutes
             return self.flow.velocity(self._output(x.float(), t.float(), labels), x, t)
 
         return velocity
