@@ -110,7 +110,8 @@ def parse_classes(text: str, names: Sequence[str]) -> list[int]:
         elif dash and low.isdigit() and high.isdigit() and int(low) <= int(high):
             classes += range(int(low), int(high) + 1)
         else:
-            raise UserError(f"--classes: {item!r} is no class; give numbers from 0 to {len(names) - 1}, ranges such as 0-4, or names such as {names[0]!r}")
+            valid = f"numbers from 0 to {len(names) - 1}, ranges such as 0-4, or names such as {names[0]!r}"
+            raise UserError(f"--classes: {item!r} is no class; give {valid}")
     wrong = [c for c in classes if c >= len(names)]
     if wrong:
         raise UserError(f"--classes: {wrong[0]} is out of range; the data has classes 0 to {len(names) - 1}")

@@ -84,7 +84,8 @@ class Path:
             ValueError: the shapes do not fit together.
         """
         if x_0.shape != x_1.shape or t.shape != x_1.shape[:1]:
-            raise ValueError(f"x_1 {tuple(x_1.shape)}, x_0 {tuple(x_0.shape)} and t {tuple(t.shape)} do not fit: want (B, ...), (B, ...), (B,)")
+            shapes = f"x_1 {tuple(x_1.shape)}, x_0 {tuple(x_0.shape)} and t {tuple(t.shape)}"
+            raise ValueError(f"{shapes} do not fit: want (B, ...), (B, ...), (B,)")
         alpha, sigma, d_alpha, d_sigma = self.coefficients(expand_like(t, x_1))
         return PathSample(alpha * x_1 + sigma * x_0, d_alpha * x_1 + d_sigma * x_0, alpha, sigma)
 

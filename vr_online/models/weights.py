@@ -93,7 +93,8 @@ def load_state(model: SiT, state: dict[str, Tensor], origin: str) -> None:
                         "check model.name (depth) and that the file is a SiT")
     for name, value in state.items():
         if value.shape != own[name].shape:
-            raise UserError(f"{origin}: {name} has shape {tuple(value.shape)}, the model wants {tuple(own[name].shape)}; {_remedy(name, value, own[name])}")
+            shapes = f"{name} has shape {tuple(value.shape)}, the model wants {tuple(own[name].shape)}"
+            raise UserError(f"{origin}: {shapes}; {_remedy(name, value, own[name])}")
     model.load_state_dict(state)
 
 
