@@ -6,6 +6,7 @@ Shards are data: nothing is unpickled, and a member that other readers would unp
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Optional
 
@@ -17,6 +18,7 @@ from vr_online.errors import UserError
 LATENT = "latent.npy"
 LABEL = "cls"
 DTYPE = np.dtype("<f2")
+_BITS = np.dtype("<u2")
 _PICKLED = {"pkl", "pickle", "pyd", "pth", "pt", "joblib", "dill"}
 _MAX_NPY_HEADER = 1 << 16
 
@@ -64,13 +66,13 @@ class _Decoder:
         start = 128
         if shape is None:
             shape, start = self._parse(payload)
-        array = np.frombuffer(payload, DTYPE, offset=start) if (len(payload) - start) % 2 == 0 else None
-        if array is None or array.size != _size(shape):
-            raise TarError(f"{LATENT} has {len(payload) - start} bytes of data, its header {shape} asks for {2 * _size(shape)}")
+        if len(payload) - start != DTYPE.itemsize * math.prod(shape):
+            raise TarError(f"{LATENT} has {len(payload) - start} bytes of data, its header {shape} asks for {2 * math.prod(shape)}")
         # All bits of the exponent set means infinite or NaN; integers are quicker to scan than halves.
-        if (array.view(np.uint16) & 0x7FFF).max() >= 0x7C00:
+        bits = np.frombuffer(payload, _BITS, offset=start)
+        if (bits & 0x7FFF).max() >= 0x7C00:
             raise TarError(f"{LATENT} holds a value that is not finite")
-        return array.reshape(shape)
+        return bits.view(DTYPE).reshape(shape)
 
     def _parse(self, payload: bytes) -> tuple[tuple[int, ...], int]:
         file = io.BytesIO(payload[:_MAX_NPY_HEADER])
@@ -91,13 +93,6 @@ class _Decoder:
         return shape, file.tell()
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for side in shape:
-        size *= side
-    return size
-
-
 def _label(payload: bytes, num_classes: int) -> int:
     text = payload.strip()
     if not text.isdigit() or len(text) > 18:
@@ -111,24 +106,30 @@ def _label(payload: bytes, num_classes: int) -> int:
 def split_name(name: str) -> tuple[str, str]:
     """WebDataset's rule: the key goes up to the first dot of the base name, the rest is the extension."""
     dot = name.find(".", name.rfind("/") + 1)
-    return (name, "") if dot < 0 else (name[:dot], name[dot + 1 :].lower())
+    return (name, "") if dot < 0 else (name[:dot], name[dot + 1 :])
+
+
+def _is_part(name: str) -> bool:
+    """Whether a member's bytes are needed, judged quickly; `_groups` judges again by its extension."""
+    return name.endswith((LATENT, LABEL))
 
 
 def _groups(read: Callable[[int], bytes], max_size: int) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Consecutive members of one key; only the two kinds of member that make a sample keep their bytes."""
     key: Optional[str] = None
     parts: dict[str, bytes] = {}
-    for name, payload in members(read, lambda name: split_name(name)[1] in (LATENT, LABEL), max_size):
+    for name, payload in members(read, _is_part, max_size):
         member_key, extension = split_name(name)
-        if extension.rpartition(".")[2] in _PICKLED:
+        wanted = extension == LATENT or extension == LABEL
+        if not wanted and extension.rpartition(".")[2].lower() in _PICKLED:
             raise TarError(f"the member {name!r} is a pickle; nothing in a shard is unpickled, so it is refused")
-        if not member_key.rpartition("/")[2]:
+        if not member_key or member_key.endswith("/"):
             continue  # hidden files such as ._name belong to no sample
         if member_key != key:
             if parts:
                 yield key, parts
             key, parts = member_key, {}
-        if payload is not None:
+        if wanted:
             if extension in parts:
                 raise TarError(f"sample {key}: the member {name!r} stands twice")
             parts[extension] = payload

@@ -7,16 +7,15 @@ truncated. Python's `tarfile` spends longer on one member than it takes to read 
 
 from __future__ import annotations
 
-import re
 import zlib
 from typing import Callable, Iterator, Optional
 
 BLOCK = 512
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 MAX_MEMBER = 1 << 26
 _MAX_EXTENSION = 1 << 20
 _ZEROS = bytes(BLOCK)
-_CRC = re.compile(rb"crc32:([0-9a-f]{8})")
+_REGULAR = b"0\0" b"7"
 
 
 class TarError(Exception):
@@ -28,19 +27,27 @@ class _Window:
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
-        self.data = b""
-        self.start = 0
-        self.offset = 0  # of data[0] in the stream
+        self._data = b""
+        self._start = 0
+        self._offset = 0  # of _data[0] in the stream
 
     @property
     def position(self) -> int:
-        return self.offset + self.start
+        return self._offset + self._start
 
-    def need(self, size: int) -> bool:
-        """Makes `size` bytes available after `start`; False where the stream ends before."""
-        if len(self.data) - self.start >= size:
-            return True
-        parts = [self.data[self.start :]]
+    def take(self, size: int, padding: int = 0) -> bytes:
+        """Consumes and returns `size` bytes, and consumes `padding` more; fewer only where the stream ends."""
+        start = self._start
+        end = start + size
+        if end + padding > len(self._data):
+            self._fill(size + padding)
+            start, end = 0, size
+        self._start = min(end + padding, len(self._data))
+        return self._data[start:end]
+
+    def _fill(self, size: int) -> None:
+        """Makes `size` bytes available from the start of `_data`, if the stream has them."""
+        parts = [self._data[self._start :]]
         have = len(parts[0])
         while have < size:
             part = self._read(max(CHUNK, size - have))
@@ -48,34 +55,34 @@ class _Window:
                 break
             parts.append(part)
             have += len(part)
-        self.offset += self.start
-        self.start = 0
-        self.data = b"".join(parts)
-        return have >= size
+        self._offset += self._start
+        self._start = 0
+        self._data = b"".join(parts)
 
     def skip(self, size: int) -> bool:
         """Consumes `size` bytes without keeping them; False where the stream ends before."""
-        while True:
-            have = len(self.data) - self.start
-            if have >= size:
-                self.start += size
-                return True
-            size -= have
-            self.offset += len(self.data)
-            self.start = 0
-            self.data = self._read(CHUNK)
-            if not self.data:
+        while size > len(self._data) - self._start:
+            size -= len(self._data) - self._start
+            self._offset += len(self._data)
+            self._start = 0
+            self._data = self._read(CHUNK)
+            if not self._data:
                 return False
+        self._start += size
+        return True
 
 
 def _number(field: bytes, what: str, position: int) -> int:
     """An octal number, or GNU's base-256 form."""
     if field[0] & 0x80:
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-    text = field.strip(b" \0")
-    if not text.isdigit() or b"8" in text or b"9" in text:
+    try:
+        number = int(field.strip(b" \0"), 8)
+    except ValueError:
+        number = -1
+    if number < 0:
         raise TarError(f"the {what} {field!r} in the header at byte {position} is no octal number")
-    return int(text, 8)
+    return number
 
 
 def _verify(header: bytes, position: int) -> None:
@@ -99,7 +106,7 @@ def _safe(name: str) -> str:
     """The name without a leading `./`; refuses one that points outside the archive."""
     while name.startswith("./"):
         name = name[2:]
-    if name.startswith("/") or ".." in name.split("/"):
+    if name.startswith("/") or (".." in name and ".." in name.split("/")):
         raise TarError(f"the member {name!r} has an absolute or parent path, which is refused")
     return name
 
@@ -119,21 +126,7 @@ def _pax(payload: bytes, position: int) -> dict[str, str]:
     return records
 
 
-def _payload(window: _Window, size: int, name: str) -> bytes:
-    if not window.need(size):
-        raise TarError(f"truncated inside {name!r}, which starts at byte {window.position} and has {size} bytes")
-    payload = window.data[window.start : window.start + size]
-    window.start += size
-    return payload
-
-
-def _pad(window: _Window, size: int, name: str) -> None:
-    padding = -size % BLOCK
-    if not window.skip(padding):
-        raise TarError(f"truncated after {name!r}")
-
-
-def _ustar_name(header: bytes, position: int) -> str:
+def _name(header: bytes, position: int) -> str:
     name = _text(header[:100], position)
     if header[345] and header[257:263] == b"ustar\0":
         name = f"{_text(header[345:500], position)}/{name}"
@@ -157,51 +150,59 @@ def members(
     extended: dict[str, str] = {}
     while True:
         position = window.position
-        if not window.need(BLOCK):
-            raise TarError(f"truncated: it ends at byte {position + len(window.data) - window.start} without the end-of-archive mark")
-        header = window.data[window.start : window.start + BLOCK]
+        header = window.take(BLOCK)
+        if len(header) < BLOCK:
+            raise TarError(f"truncated: it ends at byte {position + len(header)} without the end-of-archive mark")
         if header == _ZEROS:
             return
-        window.start += BLOCK
         _verify(header, position)
         kind = header[156:157]
         size = _number(header[124:136], "size", position)
         if kind in b"xgLK":
             extended.update(_extension(window, kind, size, position))
             continue
-        name = _safe(extended.get("path") or _ustar_name(header, position))
+        name = _safe(extended.get("path") or _name(header, position))
         if "size" in extended:
-            size = _number(b"%o" % int(extended["size"]) if extended["size"].isdigit() else b"?", "size", position)
-        extended = {}
+            size = _decimal(extended["size"], position)
+        if extended:
+            extended = {}
         if kind == b"5":
             continue
-        if kind not in (b"0", b"\0", b"7"):
+        if kind not in _REGULAR:
             raise TarError(f"the member {name!r} is a link, device or sparse file, which is refused")
         if size > max_size:
             raise TarError(f"the member {name!r} has {size} bytes, more than the {max_size} allowed")
-        yield name, _read_member(window, header, name, size, wanted is None or wanted(name))
+        yield name, _payload(window, header, name, size, wanted is None or wanted(name))
 
 
-def _read_member(window: _Window, header: bytes, name: str, size: int, keep: bool) -> Optional[bytes]:
+def _payload(window: _Window, header: bytes, name: str, size: int, keep: bool) -> Optional[bytes]:
+    padding = -size % BLOCK
     if not keep:
-        if not window.skip(size + -size % BLOCK):
+        if not window.skip(size + padding):
             raise TarError(f"truncated inside {name!r}")
         return None
-    payload = _payload(window, size, name)
-    if header[297:303] == b"crc32:":
-        match = _CRC.fullmatch(header[297:311])
-        if match is None or int(match[1], 16) != zlib.crc32(payload):
-            raise TarError(f"the member {name!r} is damaged (its CRC-32 does not match)")
-    _pad(window, size, name)
+    payload = window.take(size, padding)
+    if len(payload) < size:
+        raise TarError(f"truncated inside {name!r}, after {len(payload)} of its {size} bytes")
+    if header[297:303] == b"crc32:" and header[303:312] != b"%08x\0" % zlib.crc32(payload):
+        raise TarError(f"the member {name!r} is damaged (its CRC-32 does not match)")
     return payload
+
+
+def _decimal(text: str, position: int) -> int:
+    """A pax size."""
+    if not text.isdigit() or len(text) > 18:
+        raise TarError(f"the size {text!r} before byte {position} is no number")
+    return int(text)
 
 
 def _extension(window: _Window, kind: bytes, size: int, position: int) -> dict[str, str]:
     """What a pax (`x`, `g`) or GNU long-name (`L`, `K`) header says about the member after it."""
     if size > _MAX_EXTENSION:
         raise TarError(f"the extended header at byte {position} has {size} bytes, more than the {_MAX_EXTENSION} allowed")
-    payload = _payload(window, size, "an extended header")
-    _pad(window, size, "an extended header")
+    payload = window.take(size, -size % BLOCK)
+    if len(payload) < size:
+        raise TarError(f"truncated inside the extended header at byte {position}")
     if kind == b"L":
         return {"path": _text(payload, position)}
     return _pax(payload, position) if kind == b"x" else {}
