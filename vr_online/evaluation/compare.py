@@ -32,11 +32,11 @@ def choose(run_dir: Path, which: str = "last", step: Optional[int] = None, where
     if not results:
         wanted = "".join([f" of step {step}" if step is not None else "", f" with {' '.join(where)}" if where else ""])
         raise UserError(f"{run_dir}: no evaluation{wanted}; make one with `vr-online fid {run_dir}`")
+    own = [r for r in results if Path(r["file"]).parent.name == str(r["step"])]
+    results = own if own and not where else results
     if which == "last":
-        results = [r for r in results if r["step"] == results[-1]["step"]]
-        own = [r for r in results if Path(r["file"]).parent.name == str(r["step"])]
-        return (own or results)[-1]
-    check_comparable({f"{r['file']}": r for r in results})
+        return results[-1]
+    check_comparable({r["file"]: r for r in results})
     return min(results, key=lambda r: r["value"])
 
 
@@ -60,25 +60,32 @@ def check_comparable(results: dict[str, dict[str, Any]]) -> None:
     problems = []
     for name in COMPARED:
         values = {who: field(result, name) for who, result in results.items()}
-        if len({_hashable(value) for value in values.values()}) > 1:
-            problems.append(f"  {name}: " + ", ".join(f"{_short(value)} ({who})" for who, value in values.items()))
+        if len({repr(value) for value in values.values()}) > 1:
+            problems.append(f"  {name}: {_who_has_what(values)}")
     if problems:
         raise NotComparable("these numbers cannot be ranked, since they differ in\n" + "\n".join(problems) + "\nevaluate the runs again with the same settings")
 
 
-def _hashable(value: Any) -> str:
-    return repr(value)
+def _who_has_what(values: dict[str, Any]) -> str:
+    """`50 (a, b), 250 (c)`."""
+    owners: dict[str, list[str]] = {}
+    for who, value in values.items():
+        owners.setdefault(_short(value), []).append(who)
+    return ", ".join(f"{value} ({', '.join(whose)})" for value, whose in owners.items())
 
 
 def _short(value: Any) -> str:
     return f"{value[:12]}..." if isinstance(value, str) and len(value) > 40 else str(value)
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """Rows of results, best value first."""
-    rows = sorted(({**result, "run": who} for who, result in results.items()), key=lambda row: row["value"])
+def table(results: dict[str, dict[str, Any]], ranked: bool = True) -> str:
+    """Rows of results, best value first where they may be ranked, otherwise in the order given."""
+    rows = [{**result, "run": who} for who, result in results.items()]
+    if ranked:
+        rows.sort(key=lambda row: row["value"])
     others = list(dict.fromkeys(name for row in rows for name in row["metrics"] if name != row["metric"] and not name.endswith("_std")))
-    head = [*(rows[0]["metric"] if c == "value" else c for c in COLUMNS), *others]
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    head = [*("/".join(metrics) if c == "value" else c for c in COLUMNS), *others]
     cells = [[_cell(row.get(c)) for c in COLUMNS] + [_cell(row["metrics"].get(o)) for o in others] for row in rows]
     widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in [head, *cells])
@@ -89,7 +96,14 @@ def _cell(value: Any) -> str:
 
 
 def compare(runs: Sequence[str], which: str = "last", step: Optional[int] = None, where: Sequence[str] = ()) -> str:
-    """The table of several runs; raises `NotComparable` when their numbers may not be ranked."""
+    """The table of several runs.
+
+    Raises:
+        NotComparable: the numbers may not be ranked; the message holds the unranked table and what differs.
+    """
     chosen = {run: choose(Path(run), which, step, where) for run in dict.fromkeys(runs)}
-    check_comparable(chosen)
+    try:
+        check_comparable(chosen)
+    except NotComparable as reason:
+        raise NotComparable(f"{reason}\n\nnot ranked:\n{table(chosen, ranked=False)}") from None
     return table(chosen)

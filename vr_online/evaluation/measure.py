@@ -86,7 +86,7 @@ def measure(
     done = _continue(total, segments, group, extractor)
     todo = [b for b in range(-(-n // batch_size)) if b not in done]
     continued = n - sum(min(batch_size, n - b * batch_size) for b in todo)
-    with tqdm(initial=continued, total=n, unit="sample", desc=f"evaluating ({extractor.metric})", disable=not (progress and group.is_main)) as bar:
+    with tqdm(initial=continued, total=n, unit="sample", desc=f"evaluating ({extractor.metric})", leave=False, disable=not (progress and group.is_main)) as bar:
         _run_batches(generate, extractor, total, todo, n, batch_size, group, segments, keeper, heartbeat, bar)
     values = _finish(total, extractor, reference, metrics, seed, group)
     assert values.pop("n") == n, "an evaluation counted another number of samples than it was asked for"

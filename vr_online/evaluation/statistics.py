@@ -192,7 +192,7 @@ def _stream(
     source: ImageSource | LatentSource, extractor: Extractor, codec: Any, batch_size: int, gathered: Accumulator, group: Group, progress: bool
 ) -> None:
     total = source.count and -(-source.count // group.world_size)
-    with tqdm(total=total, unit="sample", desc="statistics", disable=not (progress and group.is_main)) as bar:
+    with tqdm(total=total, unit="sample", desc="statistics", leave=False, disable=not (progress and group.is_main)) as bar:
         for number, batch in enumerate(_batches(source.samples(group.rank, group.world_size), batch_size)):
             features = sample_features(batch, source, extractor, codec)
             gathered.add(number * group.world_size + group.rank, 0, features, 0, extractor)
