@@ -197,7 +197,7 @@ def test_config_images_and_figures_are_shown(tmp_path):
     shown = events(tmp_path / "tensorboard")
     text = shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "shown-name" in text and "half_life" in text
-    assert {"samples", "figures/variance", "figures/proposal"} <= set(shown.Tags()["images"])
+    assert {"samples", "figures/variance", "figures/proposal", "figures/visits"} <= set(shown.Tags()["images"])
     assert (shown.Images("samples")[0].height, shown.Images("samples")[0].width) == (6, 5)
 
 

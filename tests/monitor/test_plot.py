@@ -12,7 +12,7 @@ from vr_online.monitor.figures import heat_plot, panels, proposal_figure, raster
 from vr_online.monitor.history import BinHistory, Scalars, axis
 from vr_online.monitor.plot import plot, read_runs
 from vr_online.monitor.records import read_records
-from vr_online.monitor.run_figures import smooth
+from vr_online.monitor.run_figures import sampler_figure, smooth
 from vr_online.monitor.runs import read_run
 
 ALL = ["loss", "speed", "variance", "proposal", "sampler", "fid"]
@@ -145,6 +145,16 @@ def test_heat_map_puts_bins_upwards_and_training_across():
     assert np.array_equal(np.asarray(mesh.get_array()).reshape(2, 3), [[1.0, 2.0, 3.0], [1.5, 2.5, 3.5]])
     assert list(mesh.get_coordinates()[0, :, 0]) == [0, 10, 20, 30]
     assert list(mesh.get_coordinates()[:, 0, 1]) == [0, 0.5, 1]
+
+
+def test_a_wild_start_does_not_flatten_the_gain(tmp_path):
+    with Monitor(tmp_path) as monitor:
+        monitor._draw = lambda step: None
+        for step in range(1, 21):
+            achieved = 50.0 if step < 5 else 0.93
+            monitor.scalars(step, {"sampler/gain": 0.9, "sampler/achieved": achieved, "sampler/achieved_error": 0.01}, step)
+    low, high = sampler_figure([read_run(tmp_path)], "step").axes[0].get_ylim()
+    assert 0.8 < low < 0.9 and 1.0 < high < 1.1
 
 
 def test_steps_plot_spans_the_unit_interval():

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from vr_online.monitor.history import BinHistory, axis
+from vr_online.monitor.names import BINS
 
 T_LABEL = "t  (0 noise, 1 data)"
 PANEL = (5.2, 3.4)  # inches of one panel
@@ -67,7 +68,7 @@ def moments_plot(ax: Axes, history: BinHistory, quantity: str, wanted: str, coun
         steps_plot(ax, values[i], color=colour, linewidth=1.6, label=f"{EngFormatter(sep='')(x[i])} {label}")
     fit_y(ax, values[some])
     ax.set(xlabel=T_LABEL, xlim=(0, 1))
-    ax.legend(fontsize=8, frameon=False)
+    ax.legend(fontsize=8, edgecolor="none", framealpha=0.75)
 
 
 def heat_plot(
@@ -77,14 +78,15 @@ def heat_plot(
     x, x_label = axis(history.x, wanted)
     edges = np.concatenate([[x[0] - (x[1] - x[0] if len(x) > 1 else max(x[0], 1.0))], x])
     edges = np.maximum.accumulate(np.maximum(edges, 0.0))
-    finite = values[np.isfinite(values)]
+    settled = values[len(values) // 8 :]  # the colours are for what comes after the first transient
+    finite = settled[np.isfinite(settled)]
     limits: dict[str, Any] = {"cmap": "viridis"}
     if centre is not None and len(finite):
         reach = max(float(np.abs(finite - centre).max()), 1e-3)
         limits = {"cmap": "RdBu_r", "vmin": centre - reach, "vmax": centre + reach}
     elif len(finite):
         low, high = np.percentile(finite, [1, 99])
-        limits.update(vmin=low, vmax=max(high, low + 1e-12))
+        limits.update(vmin=low, vmax=high if high > low else low + 1)
     mesh = ax.pcolormesh(edges, np.linspace(0, 1, values.shape[1] + 1), values.T, rasterized=True, **limits)
     ax.set(xlabel=x_label, ylabel=T_LABEL)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -150,8 +152,25 @@ def _weight_plot(ax: Axes, history: BinHistory, p: np.ndarray, q: np.ndarray) ->
     ax.set(xlabel=T_LABEL, ylabel=label, xlim=(0, 1), ylim=(0, None), title="importance weight now")
 
 
+def visits_figure(history: BinHistory, title: str = "what the estimates rest on, now") -> Optional[Figure]:
+    """Visits, effective samples and age of each bin, as far as recorded."""
+    shown = [quantity for quantity in ("visits", "n_eff", "age") if quantity in history.values]
+    if not shown:
+        return None
+    figure, axes = panels(1, len(shown), title)
+    for quantity, ax in zip(shown, axes.flat):
+        steps_plot(ax, history.values[quantity][-1], linewidth=1.8)
+        fit_y(ax, history.values[quantity][-1])
+        ax.set(xlabel=T_LABEL, ylabel=BINS[quantity].unit, xlim=(0, 1), title=BINS[quantity].meaning)
+    return figure
+
+
 def tensorboard_figures(records: Sequence[dict[str, Any]]) -> dict[str, Figure]:
     """The pictures that `Monitor` shows while a run goes, by tag."""
     history = BinHistory.of(records)
-    made = {"figures/variance": variance_figure(history), "figures/proposal": proposal_figure(history)}
+    made = {
+        "figures/variance": variance_figure(history),
+        "figures/proposal": proposal_figure(history),
+        "figures/visits": visits_figure(history),
+    }
     return {tag: figure for tag, figure in made.items() if figure is not None}

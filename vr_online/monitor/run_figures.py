@@ -78,7 +78,8 @@ def scalar_plot(ax: Axes, runs: Sequence[Run], name: str, wanted: str, smoothed:
     if name == "train/loss":
         ax.set_ylim(_inner_limits(drawn))
     else:
-        ax.set_ylim(0, None)
+        top = max(float(values.max()) for values in drawn)
+        ax.set_ylim(0, 1.06 * top if top > 0 else 1)
     ax.set_xlim(0, None)
     ax.set_title(_TITLES.get(name, name), fontsize=10)
 
@@ -212,10 +213,22 @@ def gain_plot(ax: Axes, runs: Sequence[Run], wanted: str) -> None:
     if not found:
         return _nothing(ax, "gain")
     ax.axhline(1, color="grey", linewidth=1, linestyle=":")
+    ax.set_ylim(_gain_limits(runs))
+    ax.set_xlim(0, None)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.set_title("gradient variance, adapted / not (below 1 it pays)" + ("" if alone else "; dashed: predicted"), fontsize=10)
     if alone:
         ax.legend(fontsize=8, frameon=False)
+
+
+def _gain_limits(runs: Sequence[Run]) -> tuple[float, float]:
+    """Limits around 1 and the later half of every run, error bars included; early estimates may lie far outside."""
+    bounds = ("sampler/gain", "sampler/achieved_low", "sampler/achieved_high", "sampler/achieved")
+    curves = [run.scalars.values[name] for run in runs for name in bounds if name in run.scalars.values]
+    late = np.concatenate([curve[len(curve) // 2 :] for curve in curves] + [np.ones(1)])
+    late = late[np.isfinite(late)]
+    margin = 0.05 * max(float(np.ptp(late)), 0.05)
+    return float(late.min()) - margin, float(late.max()) + margin
 
 
 def last_bins_plot(ax: Axes, runs: Sequence[Run], quantity: str) -> None:
