@@ -234,6 +234,7 @@ def test_posterior_samples_are_keyed_by_seed_and_image_alone(folder, tmp_path, n
         (dict(posterior="moments"), "--moments: the codec pixel is deterministic"),
         (dict(flip="sideways"), "--flip sideways"),
         (dict(batch_size=0), "--batch-size 0"),
+        (dict(precision="fp8"), "--precision fp8"),
         (dict(norm="scale:0"), "--norm scale:0"),
         (dict(norm="scale:x"), "--norm scale:x"),
         (dict(norm="wrong"), "expected measured"),

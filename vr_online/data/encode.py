@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -53,6 +54,9 @@ class EncodeOptions:
     """Images a shard; None makes at least 16 shards of at most 2,048."""
     batch_size: int = 64
     """Images per pass of the codec; floating-point results may depend on it."""
+    precision: str = "fp32"
+    """Arithmetic of the codec on a GPU: `fp32`, or `tf32`, which is several times faster and rounds about as
+    coarsely as the float16 in which latents are stored."""
     on_error: str = "stop"
     """A corrupt image stops the work, or with `skip` is left out and counted."""
     limit: Optional[int] = None
@@ -96,6 +100,7 @@ def encode(
     source: str = "",
     workers: Optional[int] = None,
     devices: Sequence[str] = ("cpu",),
+    decode_threads: int = 4,
     rank: int = 0,
     world_size: int = 1,
     progress: bool = True,
@@ -106,6 +111,7 @@ def encode(
         source: where the images come from, for `dataset.json`.
         workers: processes; None takes one per device, on CPU one per core. Each opens the codec itself.
         devices: torch devices, dealt round-robin to workers.
+        decode_threads: threads that open images for each GPU.
         rank, world_size: this call's share of the shards, for several machines on one file system; the call that
             finds all shards done writes `dataset.json`.
 
@@ -116,7 +122,7 @@ def encode(
     out = Path(out)
     codec = get_codec(options.codec)
     items = _ordered(index, options)
-    job = _Job(str(out), options, _latent_shape(codec, options), _moments(codec, options), 1 if devices[0] == "cpu" else 4)
+    job = _Job(str(out), options, _latent_shape(codec, options), _moments(codec, options), 1 if devices[0] == "cpu" else decode_threads)
     description = _describe_job(items, index.class_names, codec, options)
     done = _existing(out, description)
     if done is not None:
@@ -125,7 +131,7 @@ def encode(
     norm = parse_norm(options.norm, job.latent_shape[0])
     _start(out, description)
     shards = _split(items, options)
-    todo = [s for s in shards if s.index % world_size == rank and not _finished(out, s)]
+    todo = _unfinished(out, [s for s in shards if s.index % world_size == rank])
     images = sum(len(s.items) for s in todo)
     run_tasks(
         _encode_shard, todo, setup=_Worker, setup_args=(job,), devices=devices, workers=workers,
@@ -136,7 +142,8 @@ def encode(
 
 
 def _check(options: EncodeOptions, rank: int, world_size: int) -> None:
-    for name, valid in (("flip", ("none", "both")), ("posterior", ("sample", "mean", "moments")), ("on_error", ("stop", "skip"))):
+    choices = {"flip": ("none", "both"), "posterior": ("sample", "mean", "moments"), "precision": ("fp32", "tf32"), "on_error": ("stop", "skip")}
+    for name, valid in choices.items():
         if getattr(options, name) not in valid:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {' or '.join(valid)}")
     for name in ("size", "batch_size", "shard_size", "limit"):
@@ -240,13 +247,15 @@ def _stats_path(out: Path, shard: _Shard) -> Path:
     return out / WORK_FOLDER / f"{shard_name(shard.index)}.json"
 
 
-def _finished(out: Path, shard: _Shard) -> bool:
-    """The statistics are written after the tar took its name. What an interrupted try left aside is removed."""
-    if _stats_path(out, shard).exists() and (out / shard_name(shard.index)).exists():
-        return True
-    for aside in out.glob(f".{shard_name(shard.index)}.*.part"):
-        aside.unlink(missing_ok=True)
-    return False
+def _unfinished(out: Path, shards: Sequence[_Shard]) -> list[_Shard]:
+    """Shards to make. Statistics are written after the tar took its name; what interrupted tries left is removed."""
+    tars, stats = set(os.listdir(out)), set(os.listdir(out / WORK_FOLDER))
+    todo = {s.index: s for s in shards if shard_name(s.index) not in tars or f"{shard_name(s.index)}.json" not in stats}
+    names = {f".{shard_name(index)}" for index in todo}
+    for name in tars:
+        if name.endswith(".part") and name.rsplit(".", 2)[0] in names:
+            (out / name).unlink(missing_ok=True)
+    return list(todo.values())
 
 
 def _finish(
@@ -264,7 +273,7 @@ def _finish(
     preprocessing = {
         "crop": "centre (ADM: box halvings, then bicubic)", "size": options.size, "flip": options.flip,
         "posterior": options.posterior if codec.stochastic else "deterministic", "norm": options.norm,
-        "shuffle": options.shuffle, "seed": options.seed, "batch_size": options.batch_size,
+        "shuffle": options.shuffle, "seed": options.seed, "batch_size": options.batch_size, "precision": options.precision,
         "skipped": len(skipped), "job": _job_hash(description),
     }
     info = describe(
@@ -289,13 +298,16 @@ class _Worker:
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
         """One CPU thread and fixed cuDNN algorithms: a batch gives the same bits in every process."""
-        threads = torch.get_num_threads()
+        threads, matmul_tf32 = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+        tf32 = self.job.options.precision == "tf32"
         torch.set_num_threads(1)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         try:
-            with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32):
                 yield
         finally:
             torch.set_num_threads(threads)
+            torch.backends.cuda.matmul.allow_tf32 = matmul_tf32
 
 
 def _encode_shard(worker: _Worker, shard: _Shard, advance: Any) -> None:
