@@ -1,6 +1,8 @@
 """Shards as written: their bytes, their statistics, and the digits data set."""
 
+import errno
 import hashlib
+import os
 import tarfile
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 import webdataset
 
+from vr_online.data import writer as writer_module
 from vr_online.data.codecs import PixelCodec, codec_for
 from vr_online.data.digits import load_splits, write_digits
 from vr_online.data.format import DatasetInfo, FormatError, crc_tag
@@ -126,6 +129,20 @@ def test_an_existing_shard_survives_a_failed_write(tmp_path):
             shard.write("x", np.zeros(SHAPE), 0)
             raise RuntimeError("power cut")
     assert (tmp_path / "a.tar").read_bytes() == before
+
+
+@pytest.mark.parametrize("room", [0, 700, 3000])
+def test_a_full_disk_is_named_and_leaves_no_shard(tmp_path, monkeypatch, room):
+    def write_limited(sink, payload):
+        if sink.tell() + len(payload) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(sink, payload)
+
+    original = writer_module._HashingFile.write
+    monkeypatch.setattr(writer_module._HashingFile, "write", write_limited)
+    with pytest.raises(UserError, match="a.tar: cannot write: No space left"):
+        write(tmp_path / "a.tar", latents(9))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unwritable_folder_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -137,7 +138,7 @@ class ShardWriter:
                 why = "stands twice" if key in self._keys else "must be a relative name without a dot"
                 raise FormatError(f"{self.path}: the key {key!r} {why}")
             if not np.all(np.abs(latent) <= _FLOAT16_MAX):
-                raise FormatError(f"{self.path}: sample {key} has a value that is not finite in float16; is the codec's precision or scale wrong?")
+                raise FormatError(f"{self.path}: sample {key} has a value that is not finite in float16; are codec and --size right?")
             self._keys.add(key)
         return latents.astype(np.float16)
 
@@ -158,7 +159,8 @@ class ShardWriter:
         except OSError as error:
             raise UserError(f"{self.path}: cannot write: {error.strerror}; free some space and run again") from None
         finally:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk says so again
+                self._file.close()
             if kind is not None or not self.stats.sha256:
                 self._aside.unlink(missing_ok=True)
         if kind is None:
