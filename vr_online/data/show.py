@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from vr_online.data.codecs import codec_for
-from vr_online.data.format import DatasetInfo
+from vr_online.data.format import FILE_NAME, DatasetInfo
 from vr_online.data.shard import Expected, Sample, read_samples
+from vr_online.data.sources import open_source
 from vr_online.errors import UserError
 
 _BATCH = 64
@@ -32,7 +33,7 @@ def decode_grid(
 
     info = DatasetInfo.load(folder)
     codec = codec_for(info, codec_path)
-    samples = _pick(read_dataset(Path(folder), info), n, columns if by_class else None)
+    samples = _pick(read_dataset(folder, info), n, columns if by_class else None)
     if not samples:
         raise UserError(f"{folder}: holds no samples to show")
     latents = torch.from_numpy(np.stack([s.latent[: info.latent_shape[0]] for s in samples]))
@@ -45,16 +46,18 @@ def decode_grid(
     return len(samples)
 
 
-def read_dataset(folder: Path, info: DatasetInfo) -> Iterator[Sample]:
-    """Every sample in the order of the shards; raises `ShardError` at a broken one."""
-    root = folder if folder.is_dir() else folder.parent
+def read_dataset(folder: str | Path, info: DatasetInfo) -> Iterator[Sample]:
+    """Every sample of the folder, `dataset.json` or URL of either, in the order of the shards; raises `ShardError`
+    at a broken one."""
+    root = str(folder).removesuffix(FILE_NAME).rstrip("/") or "."
     for name, count in info.shards.items():
-        path = root / name
-        if not path.is_file():
-            raise UserError(f"{path}: missing; dataset.json lists it")
-        with open(path, "rb") as file:
-            for _, sample in read_samples(file.read, Expected.of(info), str(path), count):
+        location = f"{root}/{name}"
+        source = open_source(location)
+        try:
+            for _, sample in read_samples(source.read, Expected.of(info), location, count):
                 yield sample
+        finally:
+            source.close()
 
 
 def _pick(samples: Iterator[Sample], n: int, per_class: Optional[int]) -> list[Sample]:

@@ -15,6 +15,7 @@ from vr_online.data.format import FILE_NAME, LABEL_SUFFIX, LATENT_SUFFIX, Datase
 from vr_online.data.parallel import run_tasks
 from vr_online.data.shard import split_name
 from vr_online.data.tar import TarError, members
+from vr_online.errors import UserError
 
 MAX_FAULTS = 20
 """Faults listed per shard; more are summed up in one line."""
@@ -44,10 +45,13 @@ def verify(folder: str | Path, *, workers: Optional[int] = None, progress: bool 
     Raises:
         FormatError: `dataset.json` itself cannot be used.
     """
+    if "://" in str(folder):
+        raise UserError(f"{folder}: verify reads local folders; copy the shards here first")
     info = DatasetInfo.load(folder)
     root = Path(folder) if Path(folder).is_dir() else Path(folder).parent
     present = [name for name in info.shards if (root / name).is_file()]
-    faults = [f"{root / name}: missing; {FILE_NAME} lists it with {info.shards[name]} samples" for name in info.shards if name not in set(present)]
+    missing = [name for name in info.shards if name not in set(present)]
+    faults = [f"{root / name}: missing; {FILE_NAME} lists it with {info.shards[name]} samples" for name in missing]
     faults += [f"{path}: not listed in {FILE_NAME}" for path in sorted(root.glob("*.tar")) if path.name not in info.shards]
     total = sum((root / name).stat().st_size for name in present)
     reports = run_tasks(
@@ -57,16 +61,16 @@ def verify(folder: str | Path, *, workers: Optional[int] = None, progress: bool 
     for report in reports:
         faults += report.faults
     faults += _duplicates(root, present, reports)
-    if not faults:
-        faults += _class_counts(info, reports)
-    return faults
+    return faults or _class_counts(info, reports)
 
 
 def _class_counts(info: DatasetInfo, reports: list[ShardReport]) -> list[str]:
     labels = sum((Counter(r.labels) for r in reports), Counter())
     found = [labels.get(y, 0) for y in range(info.num_classes)]
-    wrong = [y for y, n in enumerate(info.class_counts) if n != found[y]] if len(info.class_counts) == info.num_classes else []
-    return [f"{FILE_NAME}: class {y} ({info.class_names[y]}) has {found[y]} samples, class_counts says {info.class_counts[y]}" for y in wrong]
+    if len(info.class_counts) != info.num_classes:
+        return []
+    pairs = enumerate(zip(info.class_names, found, info.class_counts))
+    return [f"{FILE_NAME}: class {y} ({name}) has {n} samples, class_counts says {said}" for y, (name, n, said) in pairs if n != said]
 
 
 class _Context:
