@@ -106,10 +106,11 @@ def _expand(source: str) -> list[Path]:
 def _kind(source: str, files: Sequence[Path]) -> str:
     if files[0].is_dir():
         return "folder"
-    kinds = {"parquet" if f.suffix.lower() == ".parquet" else "tar" if f.name.lower().endswith(_TAR_SUFFIXES) else f.name for f in files}
-    if len(kinds) > 1 or kinds - {"parquet", "tar"}:
-        raise UserError(f"{source}: expected a folder of images, tars ({', '.join(_TAR_SUFFIXES)}) or .parquet files, got {', '.join(sorted(kinds))}")
-    return kinds.pop()
+    if all(f.suffix.lower() == ".parquet" for f in files):
+        return "parquet"
+    if all(f.name.lower().endswith(_TAR_SUFFIXES) for f in files):
+        return "tar"
+    raise UserError(f"{source}: expected a folder of images, tars ({', '.join(_TAR_SUFFIXES)}) or .parquet files, and only one of them")
 
 
 # folders

@@ -64,7 +64,7 @@ def _load(path: str):
         if not (folder / "config.json").is_file():
             raise UserError(f"{folder / 'config.json'}: no such file; the codec kl wants a folder in diffusers' layout")
     elif path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(f"{folder}: no such folder; the codec kl wants one in diffusers' layout, or a hub id such as stabilityai/sd-vae-ft-ema")
+        raise UserError(f"{folder}: no such folder; the codec kl wants one in diffusers' layout, or a hub id (stabilityai/sd-vae-ft-ema)")
     try:
         # safetensors only: older weight files are pickles
         return AutoencoderKL.from_pretrained(folder if folder.is_dir() else path, use_safetensors=True)

@@ -56,7 +56,8 @@ def run_tasks(
 
 
 def _run_pool(
-    function: Callable, tasks: Sequence[Any], setup: Callable, setup_args: tuple, devices: Sequence[str], workers: int, bar: tqdm, label: str
+    function: Callable, tasks: Sequence[Any], setup: Callable, setup_args: tuple, devices: Sequence[str], workers: int, bar: tqdm,
+    label: str,
 ) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     counter, seat = context.Value("q", 0), context.Value("q", 0)

@@ -89,7 +89,7 @@ class TinyCodec(Codec):
         last = _shape(states["encoder"], "14.bias", files[0])
         first = _shape(states["decoder"], "1.weight", files[-1])
         if last[0] != first[1]:
-            raise UserError(f"{self.path}: the encoder gives {last[0]} latent channels but the decoder takes {first[1]}; they do not belong together")
+            raise UserError(f"{self.path}: the encoder gives {last[0]} latent channels but the decoder takes {first[1]}; they are no pair")
         self.channels = last[0]
         self.encoder = _fill(build_encoder(self.channels, _pooled(states["encoder"])), states["encoder"], files[0])
         self.decoder = _fill(build_decoder(self.channels, _pooled(states["decoder"])), states["decoder"], files[-1])
@@ -131,7 +131,7 @@ def _find(path: str) -> list[Path]:
 
 def _one(folder: Path, part: str) -> Path:
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; the codec tae wants one with *encoder* and *decoder* weights, or ENCODER,DECODER files")
+        raise UserError(f"{folder}: no such folder; the codec tae wants one with *encoder* and *decoder* weights, or ENCODER,DECODER")
     found = sorted(p for p in folder.iterdir() if part in p.name and p.suffix in _SUFFIXES)
     if len(found) != 1:
         names = ", ".join(p.name for p in found) or "none"
@@ -181,7 +181,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 def _shape(state: Mapping[str, torch.Tensor], key: str, file: Path) -> torch.Size:
     if key not in state:
         shown = ", ".join(list(state)[:4])
-        raise UserError(f"{file}: has no key {key!r}, which the tiny autoencoder needs; it has {shown or 'nothing'}, ...; are encoder and decoder swapped?")
+        raise UserError(f"{file}: has no key {key!r} (it has {shown or 'none'}, ...), which TAESD and TAEF2 have; are the files swapped?")
     return state[key].shape
 
 
