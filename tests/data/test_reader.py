@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from vr_online.data import lane
 from vr_online.data.reader import LatentStream, device_batches
 from vr_online.data.shard import ShardError
+from vr_online.data.sources import open_source
 from vr_online.errors import UserError
 
 from tests.data.shards_on_disk import CLASSES, data_config, index_of, write_shards
@@ -64,6 +66,20 @@ def test_ranks_and_workers_are_lanes_alike(shards):
     together = [indices(b) for b in take(stream_of(shards, workers=2), 12)]
     ranks = [[indices(b) for b in take(stream_of(shards, rank=r, world_size=2, workers=1), 6)] for r in range(2)]
     assert together == [batch for pair in zip(*ranks) for batch in pair]
+
+
+def test_small_data_sets_are_read_once_and_come_out_the_same(shards, monkeypatch):
+    kept = [indices(b) for b in take(stream_of(shards), 40)]
+    monkeypatch.setattr(lane, "SMALL", 0)
+    assert [indices(b) for b in take(stream_of(shards), 40)] == kept
+    opened = []
+    monkeypatch.setattr(lane, "open_source", lambda location, access: opened.append(location) or open_source(location, access))
+    take(stream_of(shards), 40)
+    assert len(opened) > 3 * len(COUNTS)
+    opened.clear()
+    monkeypatch.setattr(lane, "SMALL", 1 << 20)
+    take(stream_of(shards), 40)
+    assert len(opened) == len(COUNTS)
 
 
 def test_another_seed_is_another_order(shards):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Iterator, Optional
 
@@ -11,6 +12,10 @@ from vr_online.data.order import LanePlan, Order
 from vr_online.data.position import Position
 from vr_online.data.shard import Expected, Sample, ShardError, read_samples
 from vr_online.data.sources import Access, Shard, open_source
+
+
+SMALL = 32 << 20
+"""Bytes of latents up to which a data set is kept in memory by every lane instead of being read each epoch."""
 
 
 class Lane:
@@ -27,11 +32,14 @@ class Lane:
     def __init__(self, shards: list[Shard], order: Order, lane: int, expected: Expected, access: Access, skip: bool) -> None:
         self._shards, self._order, self._lane = shards, order, lane
         self._expected, self._access, self._skip = expected, access, skip
+        self._total = sum(shard.count for shard in shards)
+        self._keep = self._total * expected.nbytes <= SMALL
+        self._kept: dict[int, list[Sample]] = {}
 
     def samples(self, position: Position) -> Iterator[tuple[Sample, Position]]:
         """Yields (sample, position after it) for ever, from `position` on; raises `ShardError`."""
         epoch, n, skipped = position
-        in_vain, total = 0, sum(shard.count for shard in self._shards)
+        in_vain = 0
         while True:
             for sample in self._epoch(self._order.plan(epoch, self._lane), n):
                 n += 1
@@ -40,7 +48,7 @@ class Lane:
                     yield sample, (epoch, n, skipped)
                     continue
                 skipped, in_vain = skipped + 1, in_vain + 1
-                if in_vain > total:
+                if in_vain > self._total:
                     raise ShardError(f"data.on_error=skip left nothing: lane {self._lane} could not read the last {in_vain} samples, more than there are")
             epoch, n = epoch + 1, 0
 
@@ -56,7 +64,7 @@ class Lane:
                     buffer[reached] = sample
             yield buffer.pop(index, None)
 
-    def _reading(self, plan: LanePlan, n: int) -> Iterator[tuple[int, Optional[Sample]]]:
+    def _reading(self, plan: LanePlan, n: int) -> Iterator[tuple[int, Sample]]:
         """(index in the lane's epoch, sample) in reading order, without the first n to leave."""
         for piece, start, wanted in zip(plan.pieces, plan.starts.tolist(), plan.wanted(n)):
             if wanted is not None and not wanted.any():
@@ -64,23 +72,32 @@ class Lane:
             offsets = np.arange(piece.count) if piece.offsets is None else piece.offsets
             offsets = offsets if wanted is None else offsets[wanted]
             index = start + (np.arange(piece.size) if wanted is None else np.flatnonzero(wanted))
-            yield from self._read_shard(self._shards[piece.shard], dict(zip(offsets.tolist(), index.tolist())))
+            index_of = dict(zip(offsets.tolist(), index.tolist()))
+            kept = self._kept.get(piece.shard)
+            if kept is not None:
+                yield from ((i, kept[offset]) for offset, i in index_of.items())
+            else:
+                yield from self._read_shard(piece.shard, index_of)
 
-    def _read_shard(self, shard: Shard, index_of: dict[int, int]) -> Iterator[tuple[int, Optional[Sample]]]:
+    def _read_shard(self, number: int, index_of: dict[int, int]) -> Iterator[tuple[int, Sample]]:
+        """(index, sample) of the wanted ordinals of a shard; keeps the samples of a whole shard of a small data set."""
+        shard = self._shards[number]
         wanted = None
         if len(index_of) < shard.count:
             wanted = np.zeros(shard.count, dtype=bool)
             wanted[list(index_of)] = True
-        read = 0
+        read, kept = 0, []
         try:
-            source = open_source(shard.location, self._access)
-            try:
+            with contextlib.closing(open_source(shard.location, self._access)) as source:
                 for ordinal, sample in read_samples(source.read, self._expected, shard.location, shard.count, wanted):
                     read += 1
+                    if self._keep:
+                        kept.append(sample)
                     yield index_of[ordinal], sample
-            finally:
-                source.close()
         except ShardError as error:
             if not self._skip:
                 raise
             print(f"warning: skipped {len(index_of) - read} samples of a broken shard: {error}", file=sys.stderr, flush=True)
+        else:
+            if self._keep and wanted is None:
+                self._kept[number] = kept
