@@ -204,14 +204,13 @@ class MasterWeights:
             state["step"].fill_(float(steps))
 
     def _ensure_state(self) -> None:
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if not self.optimizer.state[p]:
-                    self.optimizer.state[p] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                        "exp_avg": torch.zeros_like(p, requires_grad=False),
-                        "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
-                    }
+        for p, _, _ in self._keys:
+            if not self.optimizer.state[p]:
+                self.optimizer.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                    "exp_avg": torch.zeros_like(p, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
+                }
 
 
 def _replicated_masters(engine, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
