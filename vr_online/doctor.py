@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Callable, Iterator, Optional
 
 _PYTHON = ((3, 10), (3, 13))
-_REQUIRED = ("torch", "torchvision", "deepspeed", "webdataset", "numpy", "scipy", "tensorboard", "pydantic", "safetensors",
-             "matplotlib", "cleanfid", "torchdiffeq", "tqdm", "yaml", "PIL")
+_REQUIRED = ("torch", "deepspeed", "webdataset", "numpy", "scipy", "tensorboard", "pydantic", "safetensors", "matplotlib",
+             "cleanfid", "torchdiffeq", "tqdm", "yaml", "PIL")
 _OPTIONAL = {
     "sklearn": ("scikit-learn", "the demo's digits", "demo"),
     "diffusers": ("diffusers", "the `kl` codec", "kl"),
@@ -64,11 +64,11 @@ def check_python() -> Check:
 
 
 def check_packages() -> Check:
-    """Every package the trainer imports; torch and torchvision, whose failures have other causes, apart."""
-    broken = {name: error for name in _REQUIRED if (error := _import_error(name)) and not name.startswith("torchvision")}
+    """Every package the trainer imports, but torchvision, which `check_torch_pair` looks at."""
+    broken = {name: error for name in _REQUIRED if (error := _import_error(name))}
     if broken:
         shown = "; ".join(f"{name} ({error})" for name, error in broken.items())
-        return Check("packages", "fail", shown, "pip install --upgrade --force-reinstall vr_online, or `pip install -e .`")
+        return Check("packages", "fail", shown, "install again: pip install -e . in the project's folder")
     return Check("packages", "ok", f"deepspeed {metadata.version('deepspeed')}, {len(_REQUIRED)} packages import")
 
 
@@ -135,7 +135,7 @@ def check_compiler() -> Check:
     ninja = shutil.which("ninja")
     missing = [name for name, found in (("C++ compiler", compiler), ("ninja", ninja)) if not found]
     if missing:
-        advice = "only model.compile and DeepSpeed's offload need them; on Debian and Ubuntu: apt-get install g++ ninja-build"
+        advice = "only model.compile and DeepSpeed's offload need them; on Debian: apt-get install g++ ninja-build"
         return Check("compiler", "warn", f"no {' and no '.join(missing)}", advice)
     return Check("compiler", "ok", f"{compiler}, {ninja}")
 
@@ -160,7 +160,8 @@ def check_disk(folder: Path) -> Check:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return Check("disk", "fail", f"cannot write to {place} ({error.strerror})", "choose another place with --run-dir / run_dir")
+        advice = "choose another place: run_dir in the configuration"
+        return Check("disk", "fail", f"cannot write to {place} ({error.strerror})", advice)
     free = shutil.disk_usage(place).free / _GIB
     if free < _FEW_GIB:
         advice = "a checkpoint takes 16 bytes a parameter (10 GiB for SiT-XL/2), checkpoint.keep of them stay"
@@ -174,7 +175,8 @@ def check_shared_memory() -> Check:
         return Check("shared memory", "ok", "no /dev/shm on this system")
     total = shutil.disk_usage("/dev/shm").total / _GIB
     if total < 0.5:
-        return Check("shared memory", "warn", f"/dev/shm holds {total * 1024:.0f} MiB", "docker run --shm-size=8g, or data.workers=0")
+        advice = "docker run --shm-size=8g, or data.workers=0"
+        return Check("shared memory", "warn", f"/dev/shm holds {total * 1024:.0f} MiB", advice)
     return Check("shared memory", "ok", f"/dev/shm holds {total:.1f} GiB")
 
 
@@ -185,7 +187,9 @@ def check_launch(command: Optional[list[str]] = None) -> Check:
     command = command or [*launcher, "--master_port", str(_free_port()), "--module", "vr_online.doctor"]
     with tempfile.TemporaryFile("w+") as output:
         # A session of its own, so that a hang ends with all its processes.
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         try:
             status = process.wait(_SMOKE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -223,7 +227,7 @@ def _free_port() -> int:
 
 def _smoke_rank() -> None:
     """What each of the two processes of `check_launch` does."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the launcher sets it; on a machine with one GPU two ranks would share that
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the launcher sets it, and two ranks cannot share one GPU
     import deepspeed
     import torch
 
@@ -232,7 +236,11 @@ def _smoke_rank() -> None:
     ranks = Ranks(timeout_s=60.0)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    settings = {"train_batch_size": ranks.world_size, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    settings = {
+        "train_batch_size": ranks.world_size,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
     for step in range(2):
         engine.backward(engine(torch.full((1, 4), float(ranks.rank + step))).square().mean())

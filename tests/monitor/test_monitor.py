@@ -218,6 +218,18 @@ def test_custom_page_charts_only_documented_names(tmp_path):
         assert any(re.fullmatch(tag, name) for name in documented), tag
 
 
+@pytest.mark.parametrize("proposal", ["online_vr", "loss_second_moment"])
+def test_everything_the_sampler_tells_is_documented(proposal):
+    from vr_online.config import TimestepConfig
+    from vr_online.timesteps import OnlineSampler, attach_probe
+
+    config = TimestepConfig(proposal=proposal, bins=4)
+    probe = attach_probe(torch.nn.Sequential(torch.nn.Linear(3, 3)), config.probe) if proposal == "online_vr" else None
+    sampler = OnlineSampler(config, probe=probe, batch_size=8)
+    assert set(names.sampler_scalars(sampler.metrics())) <= set(names.SCALARS)
+    assert set(sampler.snapshot()) - {"edges"} <= set(names.BINS)
+
+
 def test_bin_names_sort_by_time():
     for bins in (4, 100, 1000):
         made = [names.bin_name("loss", i, bins) for i in range(bins)]

@@ -62,7 +62,8 @@ def test_one_log_line_is_enough(tmp_path):
 
 @pytest.mark.parametrize("x", ["images", "step", "hours"])
 def test_several_runs_in_one_folder(tmp_path, x):
-    runs = [make_run(tmp_path / name, bins=bins, adaptive=on) for name, bins, on in (("a", 4, True), ("b", 6, True), ("c", 4, False))]
+    kinds = {"a": (4, True), "b": (6, True), "c": (4, False)}
+    runs = [make_run(tmp_path / name, bins=bins, adaptive=on) for name, (bins, on) in kinds.items()]
     written = plot(runs, out=tmp_path / "out", x=x)
     assert names_of(written) == ALL[:-1]
     assert {p.parent for p in written} == {tmp_path / "out"}
@@ -72,7 +73,8 @@ def test_bins_that_were_never_seen_do_not_stop_a_figure(tmp_path):
     with Monitor(tmp_path) as monitor:
         for step in (1, 2):
             empty = np.full(4, np.nan)
-            monitor.log(step, {"train/loss": float("nan")}, {"p": np.full(4, 0.25), "q": np.full(4, 0.25), "grad_var": empty, "loss": empty})
+            arrays = {"p": np.full(4, 0.25), "q": np.full(4, 0.25), "grad_var": empty, "loss": empty}
+            monitor.log(step, {"train/loss": float("nan")}, arrays)
     assert {"variance", "proposal"} <= set(names_of(plot([tmp_path])))
 
 

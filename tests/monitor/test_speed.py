@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from vr_online.config import ModelConfig
+from vr_online.models.sit import forward_macs
 from vr_online.monitor import StepTimer, device_peak_tflops, memory_metrics, mfu, peak_tflops, training_flops
 
 # Published multiply-accumulates of one forward pass at 4 x 32 x 32, and the training cost they imply.
@@ -19,6 +21,12 @@ class FakeClock:
 def test_training_flops_are_six_times_the_published_macs(name):
     macs, gflop = PUBLISHED[name]
     assert round(training_flops(macs) / 1e9) == pytest.approx(gflop, abs=0.5)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_network_counts_the_published_macs(name):
+    counted = forward_macs(ModelConfig(name=f"SiT-{name}", num_classes=1000), (4, 32, 32))
+    assert counted == pytest.approx(PUBLISHED[name][0], rel=0.01)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -90,7 +90,10 @@ def custom_scalar_layout() -> dict:
     return {
         "adaptation": {
             "loss": ["Multiline", ["train/loss"]],
-            "gain: predicted (below 1 adapting pays) and achieved": ["Multiline", ["sampler/gain", "sampler/best_gain", "sampler/achieved$"]],
+            "gain: predicted (below 1 adapting pays) and achieved": [
+                "Multiline",
+                ["sampler/gain", "sampler/best_gain", "sampler/achieved$"],
+            ],
             "achieved variance ratio, two standard errors": [
                 "Margin",
                 ["sampler/achieved", "sampler/achieved_low", "sampler/achieved_high"],

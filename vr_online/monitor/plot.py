@@ -33,10 +33,11 @@ from vr_online.monitor.runs import Run, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, such as runs/demo; several are drawn together")
-    parser.add_argument("--out", type=Path, help="folder of the figures (default: RUN/figures; `figures` for several runs)")
-    parser.add_argument("--x", choices=("images", "step", "hours"), default="images", help="horizontal axis (default: images)")
-    parser.add_argument("--only", nargs="+", choices=tuple(FIGURES), metavar="NAME", help=f"of {', '.join(FIGURES)}")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run directory, such as runs/demo; several are drawn together")
+    add("--out", type=Path, help="folder of the figures (default: RUN/figures; `figures` for several runs)")
+    add("--x", choices=("images", "step", "hours"), default="images", help="horizontal axis (default: images)")
+    add("--only", nargs="+", choices=tuple(FIGURES), metavar="NAME", help=f"of {', '.join(FIGURES)}")
 
 
 def read_runs(directories: Sequence[str]) -> list[Run]:
@@ -50,7 +51,9 @@ def read_runs(directories: Sequence[str]) -> list[Run]:
     return [read_run(given, "/".join(path.parts[-depth:])) for given, path in zip(directories, paths)]
 
 
-def plot(directories: Sequence[str], out: Path | None = None, x: str = "images", only: Sequence[str] | None = None) -> list[Path]:
+def plot(
+    directories: Sequence[str], out: Path | None = None, x: str = "images", only: Sequence[str] | None = None
+) -> list[Path]:
     """Draws the figures and returns the files written.
 
     Raises:
@@ -65,7 +68,8 @@ def plot(directories: Sequence[str], out: Path | None = None, x: str = "images",
             save_png(folder / f"{name}.png", rasterize(figure))
             written.append(folder / f"{name}.png")
     if not written:
-        raise UserError(f"{' '.join(map(str, directories))}: records nothing that {', '.join(only or FIGURES)} could show")
+        wanted = ", ".join(only or FIGURES)
+        raise UserError(f"{' '.join(map(str, directories))}: records nothing that {wanted} could show")
     return written
 
 

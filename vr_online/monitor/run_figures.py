@@ -154,7 +154,8 @@ def proposal_plots(runs: Sequence[Run], wanted: str) -> Optional[Figure]:
     """One run: proposal, target, weights, and their history. Several: their last ones together."""
     if len(runs) == 1:
         return runs[0].bins and proposal_figure(runs[0].bins, wanted, f"{runs[0].name}: where t is drawn")
-    return _last_bins(runs, {"p": "proposal density p", "q": "target density q", "weight": "importance weight"}, "where t is drawn, at the end")
+    quantities = {"p": "proposal density p", "q": "target density q", "weight": "importance weight"}
+    return _last_bins(runs, quantities, "where t is drawn, at the end")
 
 
 def _last_bins(runs: Sequence[Run], quantities: dict[str, str], title: str) -> Optional[Figure]:
@@ -216,7 +217,8 @@ def gain_plot(ax: Axes, runs: Sequence[Run], wanted: str) -> None:
     ax.set_ylim(_gain_limits(runs))
     ax.set_xlim(0, None)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    ax.set_title("gradient variance, adapted / not (below 1 it pays)" + ("" if alone else "; dashed: predicted"), fontsize=10)
+    suffix = "" if alone else "; dashed: predicted"
+    ax.set_title("gradient variance, adapted / not (below 1 it pays)" + suffix, fontsize=10)
     if alone:
         ax.legend(fontsize=8, frameon=False)
 
