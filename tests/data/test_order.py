@@ -40,17 +40,17 @@ def test_the_buffer_holds_about_as_many_samples_as_asked_for():
     shuffle = 500
     order = np.array(list(LanePlan([Piece(0, 20_000)], shuffle, stream_key(5)).leaving()))
     waiting = np.maximum.accumulate(order) + 1 - np.arange(len(order))
-    assert waiting.max() < 1.5 * shuffle
+    assert waiting.max() < 1.2 * shuffle
     assert 0.8 * shuffle < waiting[2000:15_000].mean() < 1.2 * shuffle
 
 
 def test_the_buffer_mixes_neighbours():
-    """Neighbours in a shard leave about as far apart as two draws from the window: 2/3 of the buffer on average."""
+    """Neighbours in a shard leave as far apart as two exponential delays: the buffer's size, less a tenth for the cut."""
     shuffle = 500
     order = np.array(list(LanePlan([Piece(0, 20_000)], shuffle, stream_key(6)).leaving()))
     place = np.argsort(order)
     apart = np.abs(np.diff(place))[2000:15_000].mean()
-    assert 0.5 * shuffle < apart < 0.85 * shuffle
+    assert 0.75 * shuffle < apart < 1.05 * shuffle
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 5])

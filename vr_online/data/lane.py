@@ -63,6 +63,7 @@ class Lane:
                 if sample is not None:
                     buffer[reached] = sample
             yield buffer.pop(index, None)
+        next(reading, None)  # the last shard's end: its count and end-of-archive mark are checked there
 
     def _reading(self, plan: LanePlan, n: int) -> Iterator[tuple[int, Sample]]:
         """(index in the lane's epoch, sample) in reading order, without the first n to leave."""

@@ -1,14 +1,16 @@
 """The order of samples, computed on indices alone: no shard is opened to know what comes when.
 
 Shards are permuted by (seed, epoch) and dealt round-robin to lanes; a lane is one reading worker of one
-rank. A lane reads its shards one after the other and shuffles through a buffer. The buffer is not a
-reservoir but its closed form: sample i of a lane's epoch gets the key
+rank. A lane reads its shards one after the other and shuffles through a buffer. In the usual shuffle buffer a
+random sample leaves for each that comes, so each waits for a geometrically distributed time. Here that time is
+drawn beforehand: sample i of a lane's epoch gets the key
 
-    key_i = max(i, H) + 2 H u_i,     u_i uniform in [0, 1),   H = shuffle - 1
+    key_i = max(i, H) + delay_i,     H = shuffle - 1
 
-and samples leave in the order of their keys. A sample can leave only once it was read, since key_i >= i,
-and about H samples wait at any time. Because u_i is a hash of (seed, epoch, lane, i), which samples have left
-after n is known from about 4 H keys, without replaying the n before: that is what makes a resume exact and cheap.
+where delay_i is exponential with mean H, cut at four times its scale, and samples leave in the order of their
+keys. A sample can leave only once it was read, since key_i >= i, and about H samples wait at any time. Because
+delay_i is a hash of (seed, epoch, lane, i), which samples have left after n is known from a few H keys, without
+replaying the n before: that is what makes a resume exact and cheap.
 
 When ranks, workers, buffer or seed change in mid-epoch, `Order` gets a history: the older layouts and how
 far each of their lanes was. What was left of every unfinished epoch is dealt to the new lanes, so each
@@ -23,6 +25,11 @@ from typing import Iterator, Optional, Sequence
 import numpy as np
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_CUT = 4.0
+_KNOTS = 1024
+# Quantiles of the cut exponential, rounded so that every machine's logarithm gives the same ones, in units of their mean.
+_QUANTILES = np.round(-np.log1p(-np.arange(_KNOTS + 1) / _KNOTS * -np.expm1(-_CUT)) * 2.0**20)
+_QUANTILES /= _QUANTILES[:-1].mean() / 2 + _QUANTILES[1:].mean() / 2
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -88,21 +95,24 @@ class LanePlan:
         self.starts = np.concatenate([[0], np.cumsum([p.size for p in self.pieces], dtype=np.int64)]).astype(np.int64)
         self.size = int(self.starts[-1])
         self._lead = shuffle - 1
-        self._window = 2 * (shuffle - 1)
+        self._window = self._lead * float(_QUANTILES[-1])
         self._key = key
         self._chunk = max(shuffle, 256)
 
     def _keys(self, first: int, end: int) -> np.ndarray:
         index = np.arange(first, end, dtype=np.uint64)
-        uniform = (mix(self._key + index * _GOLDEN) >> np.uint64(11)) * 2.0**-53
-        return np.maximum(index.astype(np.float64), self._lead) + self._window * uniform
+        bits = mix(self._key + index * _GOLDEN)
+        knot = (bits >> np.uint64(54)).astype(np.int64)
+        between = ((bits >> np.uint64(11)) & np.uint64(2**43 - 1)) * 2.0**-43
+        delay = _QUANTILES[knot] + between * (_QUANTILES[knot + 1] - _QUANTILES[knot])
+        return np.maximum(index.astype(np.float64), self._lead) + self._lead * delay
 
     def _threshold(self, chunk: int) -> int:
         return self._lead + chunk * self._chunk
 
     def _lowest(self, threshold: int) -> int:
         """No sample below this one has a key at or above the threshold."""
-        return 0 if threshold < self._lead + self._window else min(threshold - self._window, self.size)
+        return 0 if threshold < self._lead + self._window else min(int(threshold - self._window), self.size)
 
     def _leaving(self, chunk: int) -> np.ndarray:
         """Samples whose keys lie between two thresholds, in the order of their keys."""
