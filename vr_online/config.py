@@ -43,17 +43,20 @@ class DataConfig(Section):
     """Mirror each latent with probability one half, keyed by (seed, epoch, sample). Valid for pixel latents;
     for autoencoder latents write both flips when encoding instead."""
     mode: Literal["permutation", "resampled"] = "permutation"
-    """`permutation`: every sample once per epoch. `resampled`: shards drawn with replacement for ever."""
+    """`permutation`: every sample once per epoch, in an order that depends on (seed, epoch) and resumes exactly.
+    `resampled`: shards drawn with replacement for ever."""
     shuffle: int = Field(4096, ge=1)
-    """Samples in each worker's shuffle buffer."""
+    """Samples that wait in each worker's shuffle buffer; 1 keeps the stored order within a worker. Larger mixes
+    further and takes more memory (`tools/shuffle_quality.py`). It may change between a run and its resume."""
     workers: int = Field(2, ge=0)
-    """Reader processes per rank; 0 reads in the training process."""
+    """Reader processes per rank; 0 reads in the training process. Ranks x workers may not exceed the shards."""
     prefetch: int = Field(4, ge=1)
     """Batches each worker keeps ready."""
     allow_pipe: bool = False
     """Let `pipe:` shards run their shell command. Off, such a shard is refused."""
     on_error: Literal["stop", "skip"] = "stop"
-    """A broken shard stops the run with its name, or is skipped and counted."""
+    """A broken shard stops the run with its name, or is skipped: what was whole before the damage is used, the rest
+    counted."""
     timeout: float = Field(60.0, gt=0)
     """Seconds one read from a remote shard may take before it is retried."""
     retries: int = Field(5, ge=0)
@@ -115,7 +118,7 @@ class ProbeConfig(Section):
     """Sketch of the per-sample parameter gradient (DESIGN: zero probe)."""
 
     k: int = Field(16, ge=1)
-    """Random rank-one directions per tapped layer."""
+    """Random vectors on each side of a tapped layer; their k x k pairs are the directions of the sketch."""
     layers: list[str] = ["*"]
     """Shell-style patterns of the names of the `nn.Linear`s to tap; one that starts with `!` excludes."""
 
