@@ -49,7 +49,7 @@ def deepspeed_config(config: Config, plan: BatchPlan) -> dict:
         "steps_per_print": None,
         "zero_allow_untested_optimizer": True,  # our AdamW is elementwise, as ZeRO needs
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": bf16, **({"check_grad_overflow": False} if bf16 else {})},
         # Clipping and the finite check are the optimizer's (GuardedAdamW), on the device.
         "gradient_clipping": 0.0,
         "zero_optimization": {
