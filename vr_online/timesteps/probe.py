@@ -1,14 +1,17 @@
 """The zero probe: a sketch of every sample's parameter gradient, out of the ordinary backward pass.
 
-For k random rank-one directions (u_j, v_j), entries +-1, of each tapped `nn.Linear`, the derivative of sample
-i's loss along them is
+For k random vectors u_a and k random vectors v_b, entries +-1, of each tapped `nn.Linear`, the derivatives of
+sample i's loss along the k^2 rank-one directions u_a v_b^T of the weight are
 
-    s_ij = sum over tokens of (x v_j) (dL/dy u_j) = u_j^T G_i v_j,
+    s_iba = sum over tokens of (x v_b) (dL/dy u_a) = u_a^T G_i v_b,
 
-with G_i the sample's gradient of the weight, and E s_ij^2 = ||G_i||_F^2 over the draw of directions. It is the
-gradient that a factor `probe` (B, k) of zeros would get in y = x W^T + b + ((x V) * probe) U^T. Here the tap is
-an identity whose backward computes just that gradient, so the forward pass is untouched, bit for bit. All taps
-share one probe: their sketches add up, and E||s_i||^2 / k is the squared norm over all tapped layers.
+with G_i the sample's gradient of the weight, and E s_iba^2 = ||G_i||_F^2 over the draw of directions. It is the
+gradient that a matrix `probe` (B, k, k) of zeros would get in y = x W^T + b + (x V) probe U^T. Here the tap is an
+identity whose backward computes just that gradient, so the forward pass is untouched, bit for bit. All taps share
+one probe: their sketches add up, and the mean of s_i^2 estimates the squared norm over all tapped layers.
+
+Pairing every u with every v costs next to nothing beyond the two thin products x V and dL/dy U, and leaves far
+less noise than the k pairs (u_a, v_a) alone would: see `tools/bench_probe.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from vr_online.errors import UserError
 
 
 class _Tap(torch.autograd.Function):
-    """Identity in y; hands `probe` (B, k) its gradient."""
+    """Identity in y; hands `probe` (B, k^2) its gradient."""
 
     @staticmethod
     def forward(ctx, y: Tensor, x: Tensor, probe: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -40,10 +43,10 @@ class _Tap(torch.autograd.Function):
         x, u, v = ctx.saved_tensors
         left = (x @ v.to(x.dtype)).float()
         right = (grad @ u.to(grad.dtype)).float()
-        sketch = left * right
-        if sketch.dim() > 2:
-            sketch = sketch.flatten(1, -2).sum(1)
-        return grad, None, sketch, None, None
+        if x.dim() == 2:
+            left, right = left[:, None], right[:, None]
+        sketch = left.flatten(1, -2).transpose(1, 2) @ right.flatten(1, -2)
+        return grad, None, sketch.flatten(1), None, None
 
 
 class _State:
@@ -73,12 +76,13 @@ class Probe:
     """The taps of one model. `OnlineSampler` arms it in `draw` and reads it in `update`.
 
     Attributes:
-        k: directions per layer.
+        k: random vectors on each side of a layer.
+        size: k^2, the length of a sketch.
         layers: names of the tapped layers.
     """
 
     def __init__(self, state: _State, k: int, layers: list[str], handles: list, modules: list[nn.Linear]) -> None:
-        self.k = k
+        self.k, self.size = k, k * k
         self.layers = layers
         self._state = state
         self._handles = handles
@@ -86,10 +90,10 @@ class Probe:
 
     def arm(self, batch_size: int, device: torch.device | str) -> None:
         """The next forward pass with gradients, of `batch_size` samples, is sketched."""
-        self._state.value = torch.zeros(batch_size, self.k, device=device, requires_grad=True)
+        self._state.value = torch.zeros(batch_size, self.size, device=device, requires_grad=True)
 
     def read(self) -> Tensor:
-        """(B, k) float32 gradient of the probe since `arm`, and disarms.
+        """(B, k^2) float32 gradient of the probe since `arm`, and disarms.
 
         Raises:
             RuntimeError: no backward pass went through a tapped layer.

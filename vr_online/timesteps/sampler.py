@@ -31,7 +31,7 @@ from vr_online.timesteps.densities import Spec, bin_masses
 from vr_online.timesteps.draws import invert, to_device, uniforms
 from vr_online.timesteps.probe import Probe
 from vr_online.timesteps.recent import RecentLosses
-from vr_online.timesteps.statistics import BinStatistics, frozen
+from vr_online.timesteps.statistics import BinStatistics, BinView, frozen
 
 _VERSION = 1
 _CANNOT_PAY = 0.97  # a best possible gain above this is not worth adapting for
@@ -88,7 +88,7 @@ class OnlineSampler:
         self.target = rules.parse_target(config.target)
         self.proposal = rules.parse_proposal(config.proposal)
         self._check_needs()
-        self.statistics = BinStatistics(config.bins, probe.k if probe else 0, config.half_life, self.device)
+        self.statistics = BinStatistics(config.bins, probe.size if probe else 0, config.half_life, self.device)
         self.achieved = AchievedRatio(self.statistics.k, self.device)
         self.recent = RecentLosses(config.bins, self.device) if self.proposal.name == "loss_second_moment" else None
         self.loss_ema = torch.ones(config.bins, dtype=torch.float64, device=self.device)
@@ -101,6 +101,7 @@ class OnlineSampler:
         self._slots: Tensor | None = None
         self._flight: tuple[Tensor, Any] | None = None
         self._skipped: Tensor | None = None
+        self._view: BinView | None = None
         self._open = False
         self._refresh()
 
@@ -165,7 +166,7 @@ class OnlineSampler:
     def snapshot(self) -> dict[str, np.ndarray]:
         """The state per bin as arrays, for plots. Waits for the device."""
         self._settle()
-        view = self.statistics.view(self.config.warmup)
+        view = self._current_view()
         curves = {
             "p": self.p, "q": self.q, "weight": self.weight, "grad_var": view.grad_var, "grad_sq": view.grad_sq,
             "signal": view.signal, "loss": view.loss, "loss_sq": view.loss_sq, "n_eff": view.n_eff,
@@ -183,7 +184,7 @@ class OnlineSampler:
         worth having (1) or not (0).
         """
         self._settle()
-        view = self.statistics.view(self.config.warmup)
+        view = self._current_view()
         values = {
             "ess": prop.effective_share(self.p, self.weight), "weight_max": self.weight.max(),
             "ready": self.ready.double(), "n_eff_min": torch.where(self.q > 0, view.n_eff, torch.inf).min(),
@@ -247,6 +248,7 @@ class OnlineSampler:
         self._check_identity(state)
         self.step, self.images = int(state["step"]), int(state["images"])
         self.statistics.load_state_dict(state["statistics"])
+        self._view = None
         for name in AchievedRatio.NAMES:
             setattr(self.achieved, name, self._tensor(state["achieved"][name]))
         density = {n: self._tensor(v) for n, v in state["density"].items()}
@@ -263,7 +265,7 @@ class OnlineSampler:
 
     def _identity(self) -> dict:
         return {
-            "bins": self.config.bins, "path": getattr(self.path, "name", None), "k": self.statistics.k,
+            "bins": self.config.bins, "path": getattr(self.path, "name", None), "k": self.probe.k if self.probe else 0,
             "layers": sorted(self.probe.layers) if self.probe else [],
             "target": str(self.target), "proposal": str(self.proposal),
         }
@@ -306,7 +308,7 @@ class OnlineSampler:
         self.images += total
 
     def _sketch(self, draw: Draw, scale: float | Tensor) -> Tensor | None:
-        """(B, k) sketch of the gradient of each sample's own loss."""
+        """(B, k^2) sketch of the gradient of each sample's own loss."""
         if self.probe is None:
             return None
         factor = draw.weight * scale / len(draw.weight)
@@ -337,16 +339,24 @@ class OnlineSampler:
         self._measure(sums, batch)
         self._baselines(sums, buffer[width:])
         self.statistics.fold(sums, batch, self._skipped)
-        view = self.statistics.view()
-        self.statistics.history.record(self.step, self.images, view.loss, view.grad_var)
+        self._view = None
+        if self.statistics.history.due(self.step):
+            view = self._current_view()
+            self.statistics.history.record(self.step, self.images, view.loss, view.grad_var)
         self._skipped = None
+
+    def _current_view(self) -> BinView:
+        """The view of the statistics as they are, computed once."""
+        if self._view is None:
+            self._view = self.statistics.view(self.config.warmup)
+        return self._view
 
     def _measure(self, sums: Tensor, batch: int) -> None:
         """The achieved variance: p, q and the statistics are still those the step was drawn with."""
         if self.probe is None:
             return
         mean = (self.weight[:, None] * sums[:, 5:].double()).sum(0) / batch
-        view = self.statistics.view(self.config.warmup)
+        view = self._current_view()
         plain = prop.minibatch_variance(view, self.q, torch.ones_like(self.q), self.stratified) / batch
         self.achieved.update(mean, plain * self.ready, self._skipped)
 
@@ -365,7 +375,7 @@ class OnlineSampler:
     def _refresh(self) -> None:
         """Recomputes q, p and the weights from the statistics."""
         context = rules.Context(
-            self.statistics.view(self.config.warmup), self.stratified, self.recent, self.loss_ema, self.path, self.prediction
+            self._current_view(), self.stratified, self.recent, self.loss_ema, self.path, self.prediction
         )
         uniform = self._masses(Spec("uniform"))
         yes = torch.ones((), dtype=torch.bool, device=self.device)

@@ -56,9 +56,12 @@ class History:
     loss: list[Tensor] = field(default_factory=list)
     grad_var: list[Tensor] = field(default_factory=list)
 
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
     def record(self, step: int, images: int, loss: Tensor, grad_var: Tensor) -> None:
         """Adds a row when `step` is due; loss and grad_var are (K,)."""
-        if step % self.every:
+        if not self.due(step):
             return
         self.images.append(images)
         self.loss.append(loss)
