@@ -114,8 +114,32 @@ def test_class_names_may_be_given(folder, tmp_path):
     (tmp_path / "names.txt").write_text("Katze\nHund\n")
     assert open_index(str(folder), class_names=str(tmp_path / "names.txt")).class_names == ["Katze", "Hund"]
     (tmp_path / "names.txt").write_text("Katze\n")
-    with pytest.raises(UserError, match="label 1 is out of range.*1 classes"):
+    with pytest.raises(UserError, match="class 'cat' is not among the 1 class names"):
         open_index(str(folder), class_names=str(tmp_path / "names.txt"))
+
+
+def test_given_class_names_fix_the_order_of_the_labels(folder, tmp_path):
+    (tmp_path / "names.json").write_text('["dog", "bird", "cat"]')
+    index = open_index(str(folder), class_names=str(tmp_path / "names.json"))
+    assert [i.label for i in index.items] == [2, 2, 0] and index.class_names == ["dog", "bird", "cat"]
+
+
+def test_one_tar_per_class_without_folders_inside(tmp_path):
+    for wnid, count in (("n02", 2), ("n01", 1)):
+        with tarfile.open(tmp_path / f"{wnid}.tar", "w") as tar:
+            for number in range(count):
+                add(tar, f"{wnid}_{number}.JPEG", png(number))
+    index = open_index(str(tmp_path))
+    assert index.class_names == ["n01", "n02"] and [i.label for i in index.items] == [0, 1, 1]
+
+
+def test_an_integer_label_beyond_the_class_names_is_refused(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "1.png", png(0))
+        add(tar, "1.cls", b"7")
+    (tmp_path / "classes.json").write_text('["cat", "dog"]')
+    with pytest.raises(UserError, match="a.tar:1.png: label 7 is out of range.*2 classes"):
+        open_index(str(tmp_path / "a.tar"))
 
 
 def test_unusable_sources_are_named(folder, tmp_path):

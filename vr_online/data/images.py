@@ -38,6 +38,9 @@ class Item(NamedTuple):
     """("file", path), ("tar", path, offset, size) or ("parquet", path, column, row group, row)."""
 
 
+_Found = tuple[str, Any, tuple]  # (name, label as found: an integer or a class name, place)
+
+
 @dataclass(frozen=True)
 class ImageIndex:
     """Images in a fixed order with the names of their labels; `seekable` says that any order reads equally fast."""
@@ -62,7 +65,8 @@ def open_index(
             `key.cls`, or class folders inside; `.tar`, `.tar.gz`, `.tgz`); or of Parquet files in Hugging Face's
             image layout.
         labels: for a folder, a CSV (`file,label`) or JSON file of labels instead of class sub-folders.
-        class_names: a JSON list or text file of names; None looks for `classes.json` beside tars.
+        class_names: a JSON list or text file of names, in the order of the labels; None looks for `classes.json`
+            beside tars, and else takes the names of the class folders in sorted order.
         include: shell-style pattern on the names inside `source`, such as `train/*`.
         scratch: folder in which compressed tars are unpacked once; needed only for those.
 
@@ -71,17 +75,17 @@ def open_index(
     """
     files = _expand(source)
     kind = _kind(source, files)
-    if kind == "parquet":
-        index = _parquet_index(files, include)
-    elif kind == "tar":
-        index = _tar_index([_seekable(f, scratch) for f in files], include)
+    if kind == "tar":
         class_names = class_names or _names_beside(files[0])
+    names = _read_names(Path(class_names)) if class_names else []
+    if kind == "parquet":
+        index = _parquet_index(files, include, names)
+    elif kind == "tar":
+        index = _labelled(_tar_images([_seekable(f, scratch) for f in files], include), names)
     else:
-        index = _folder_index(Path(source), labels, include)
+        index = _labelled(_folder_images(Path(source), labels, include), names)
     if not index.items:
         raise UserError(f"{source}: no images match {include!r} (looked for {', '.join(IMAGE_SUFFIXES)})")
-    if class_names:
-        index = ImageIndex(index.items, _read_names(Path(class_names)), index.seekable)
     for item in index.items:
         if not 0 <= item.label < len(index.class_names):
             raise UserError(f"{item.name}: label {item.label} is out of range: {source} has {len(index.class_names)} classes")
@@ -115,7 +119,7 @@ def _kind(source: str, files: Sequence[Path]) -> str:
 
 # folders
 
-def _folder_index(root: Path, labels: Optional[str], include: str) -> ImageIndex:
+def _folder_images(root: Path, labels: Optional[str], include: str) -> list[_Found]:
     names = sorted(
         Path(folder, file).relative_to(root).as_posix()
         for folder, _, files in os.walk(root, followlinks=True)
@@ -124,7 +128,7 @@ def _folder_index(root: Path, labels: Optional[str], include: str) -> ImageIndex
     )
     names = [n for n in names if fnmatch.fnmatch(n, include)]
     given = _read_labels(Path(labels), names) if labels else {n: _class_of(n, root) for n in names}
-    return _labelled([(n, given[n], ("file", str(root / n))) for n in names])
+    return [(n, given[n], ("file", str(root / n))) for n in names]
 
 
 def _class_of(name: str, root: Any) -> str:
@@ -134,15 +138,18 @@ def _class_of(name: str, root: Any) -> str:
     return parts[-2]
 
 
-def _labelled(found: list[tuple[str, Any, tuple]]) -> ImageIndex:
-    """Integer labels keep their value; names are numbered in sorted order."""
+def _labelled(found: list[_Found], names: list[str]) -> ImageIndex:
+    """Integer labels keep their value; others are numbered as in `names`, or without it in sorted order."""
     labels = {label for _, label, _ in found}
     if all(isinstance(label, int) for label in labels):
-        top = max(labels, default=-1)
-        return ImageIndex([Item(*f) for f in found], [str(i) for i in range(top + 1)])
-    class_names = sorted(map(str, labels))
-    number = {name: i for i, name in enumerate(class_names)}
-    return ImageIndex([Item(name, number[str(label)], place) for name, label, place in found], class_names)
+        return ImageIndex([Item(*f) for f in found], names or [str(i) for i in range(max(labels, default=-1) + 1)])
+    labels = sorted(map(str, labels))
+    known = set(labels) <= set(names)
+    if names and not known and len(names) != len(labels):
+        absent = next(label for label in labels if label not in names)
+        raise UserError(f"class {absent!r} is not among the {len(names)} class names; name every class in --class-names (or classes.json)")
+    number = {name: i for i, name in enumerate(names if known else labels)}
+    return ImageIndex([Item(name, number[str(label)], place) for name, label, place in found], names or labels)
 
 
 def _read_labels(path: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -213,16 +220,19 @@ def _seekable(tar: Path, scratch: Optional[Path]) -> tuple[Path, Path]:
     return tar, plain
 
 
-def _tar_index(tars: Sequence[tuple[Path, Path]], include: str) -> ImageIndex:
-    found: list[tuple[str, Any, tuple]] = []
+def _tar_images(tars: Sequence[tuple[Path, Path]], include: str) -> list[_Found]:
+    found: list[_Found] = []
     for named, plain in tars:
         members = dict(_members(named, plain))
         images = [n for n in members if is_image(n) and fnmatch.fnmatch(n, include)]
         keyed = any(n.endswith(".cls") for n in members)
         for name in images:
-            label = _cls_label(named, plain, name, members) if keyed else _class_of(name, named)
+            if keyed:
+                label: Any = _cls_label(named, plain, name, members)
+            else:  # of several tars without folders, each is a class, as ImageNet's are
+                label = named.stem if "/" not in name and len(tars) > 1 else _class_of(name, named)
             found.append((f"{named.name}:{name}", label, ("tar", str(plain), *members[name])))
-    return _labelled(found)
+    return found
 
 
 def _members(named: Path, plain: Path) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -251,11 +261,10 @@ def _cls_label(named: Path, plain: Path, name: str, members: dict[str, tuple[int
 
 # Parquet
 
-def _parquet_index(files: Sequence[Path], include: str) -> ImageIndex:
+def _parquet_index(files: Sequence[Path], include: str, class_names: list[str]) -> ImageIndex:
     """Rows in file order: a column of `{bytes, path}` images and an integer column `label`."""
     parquet = _pyarrow()
     items: list[Item] = []
-    class_names: list[str] = []
     for path in files:
         try:
             file = parquet.ParquetFile(path)
