@@ -10,10 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from vr_online.data.codecs import PixelCodec, check_codec, codec_for, get_codec
+from vr_online.data.encode import EncodeOptions, encode
 from vr_online.data.format import DatasetInfo, FormatError
+from vr_online.data.images import open_index
+from vr_online.data.show import decode_grid, read_dataset
 from vr_online.data.tae import build_decoder, build_encoder
+from vr_online.data.verify import verify
 from vr_online.errors import UserError
 
 SHARED = Path(os.environ.get("VR_ONLINE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -89,8 +94,6 @@ def test_taef2_reconstructs_cifar10():
     codec = get_codec("tae", path=str(SHARED / "taef2"))
     images = []
     with tarfile.open(SHARED / "cifar10_jpg.tar.gz") as tar:
-        from PIL import Image
-
         files = (m for m in tar if m.isfile())
         for number, member in zip(range(2000), files):
             if number % 10 == 0:
@@ -213,6 +216,19 @@ def test_kl_posterior_is_that_of_diffusers(kl_folder):
     assert codec.stochastic and (std > 0).all() and torch.equal(codec.encode(images), mean)
     assert codec.decode(mean).shape == images.shape and codec.factor == 2
     assert get_codec(f"kl:{kl_folder.parent}").hash == codec.hash  # a pipeline's folder with vae/ inside
+
+
+def test_kl_moments_become_shards_that_decode(kl_folder, tmp_path):
+    for number in range(3):
+        (tmp_path / "images" / "x").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random_images(1, 16, number)[0].permute(1, 2, 0).numpy()).save(tmp_path / "images" / "x" / f"{number}.png")
+    options = EncodeOptions(codec=f"kl:{kl_folder}", size=16, flip="both", posterior="moments", norm="scale:0.18215")
+    info = encode(open_index(str(tmp_path / "images")), tmp_path / "out", options, workers=1, progress=False).info
+    assert info.moments and info.latent_shape == (4, 8, 8) and info.samples == 6
+    assert verify(tmp_path / "out", progress=False) == []
+    samples = list(read_dataset(tmp_path / "out", info))
+    assert all(s.latent.shape == (8, 8, 8) and (s.latent[4:] > 0).all() for s in samples)
+    assert decode_grid(tmp_path / "out", tmp_path / "grid.png", n=6, columns=3) == 6
 
 
 def test_kl_says_what_it_looked_for(tmp_path):

@@ -36,7 +36,7 @@ def decode_grid(
     samples = _pick(read_dataset(folder, info), n, columns if by_class else None)
     if not samples:
         raise UserError(f"{folder}: holds no samples to show")
-    latents = torch.from_numpy(np.stack([s.latent[: info.latent_shape[0]] for s in samples]))
+    latents = torch.from_numpy(np.stack([_latent(s, info) for s in samples]))
     pictures = torch.cat([codec.decode(latents[i : i + _BATCH]) for i in range(0, len(latents), _BATCH)])
     try:
         Path(image).parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +58,12 @@ def read_dataset(folder: str | Path, info: DatasetInfo) -> Iterator[Sample]:
                 yield sample
         finally:
             source.close()
+
+
+def _latent(sample: Sample, info: DatasetInfo) -> np.ndarray:
+    """(C, H, W): of both flips the first, of moments the mean."""
+    stored = sample.latent[0] if sample.latent.ndim == 4 else sample.latent
+    return stored[: info.latent_shape[0]]
 
 
 def _pick(samples: Iterator[Sample], n: int, per_class: Optional[int]) -> list[Sample]:
