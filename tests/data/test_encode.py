@@ -113,6 +113,26 @@ def test_an_interrupted_encode_continues_to_the_same_bytes(folder, reference, tm
     assert files(tmp_path / "out") == reference
 
 
+def children_of(pid: int) -> list[str]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return path.read_text().split() if path.exists() else []
+
+
+def wait_until_gone(pids: list[str], seconds: float = 60) -> None:
+    """Workers end when their parent is killed."""
+
+    def runs(pid: str) -> bool:
+        try:
+            return "Z (zombie)" not in Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if runs(pid)]:
+        assert time.monotonic() < deadline, f"processes {alive} outlive the one that started them"
+        time.sleep(0.05)
+
+
 def test_killed_processes_leave_an_encode_that_continues(folder, tmp_path):
     root = tmp_path / "many"
     for number in range(300):
@@ -123,8 +143,10 @@ def test_killed_processes_leave_an_encode_that_continues(folder, tmp_path):
     job = subprocess.Popen([*command, str(tmp_path / "out"), *options], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     while job.poll() is None and not list((tmp_path / "out" / ".encode").glob("shard-*.json")):
         time.sleep(0.005)
+    children = children_of(job.pid)
     job.send_signal(signal.SIGKILL)
     job.wait()
+    wait_until_gone(children)
     assert not (tmp_path / "out" / "dataset.json").exists(), "the encode was over before it could be killed"
     (tmp_path / "out" / ".shard-00149.tar.1.part").write_bytes(b"left over")
     settings = EncodeOptions(codec="pixel", size=32, shard_size=2)
@@ -235,6 +257,7 @@ def test_posterior_samples_are_keyed_by_seed_and_image_alone(folder, tmp_path, n
         (dict(flip="sideways"), "--flip sideways"),
         (dict(batch_size=0), "--batch-size 0"),
         (dict(precision="fp8"), "--precision fp8"),
+        (dict(seed=-1), "--seed -1"),
         (dict(norm="scale:0"), "--norm scale:0"),
         (dict(norm="scale:x"), "--norm scale:x"),
         (dict(norm="wrong"), "expected measured"),

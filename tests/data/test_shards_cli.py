@@ -62,6 +62,14 @@ def test_encode_info_decode_verify(images, tmp_path, capsys):
     assert "sound" in capsys.readouterr().out
 
 
+def test_unshuffled_classes_are_pointed_out(images, tmp_path, capsys):
+    encode(images, tmp_path / "a")
+    assert "sorted by class" not in capsys.readouterr().err
+    encode(images, tmp_path / "b", "--no-shuffle")
+    assert "sorted by class" in capsys.readouterr().err
+    assert DatasetInfo.load(tmp_path / "b").preprocessing["shuffle"] is False
+
+
 def test_decode_shows_one_class_a_row(images, tmp_path):
     assert encode(images, tmp_path / "out") == 0
     assert shards("decode", tmp_path / "out", tmp_path / "grid.png", "--by-class", "--n", 8, "--columns", 4) == 0

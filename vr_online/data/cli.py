@@ -22,8 +22,8 @@ Encode labelled images into latent shards.
 
 SRC is one of
   a folder with one sub-folder per class (or with --labels, any folder of images);
-  tars, as a folder, file or quoted glob: WebDataset style (key.jpg with key.cls) or class folders inside,
-  also .tar.gz;
+  tars, as a folder, file or quoted glob: WebDataset style (key.jpg with key.cls), class folders inside, or
+  one tar per class; also .tar.gz;
   Parquet files in Hugging Face's image layout (needs the extra `parquet`).
 
 Interrupted, the same command continues where it was; the result is the same to the byte, whatever the number
@@ -121,6 +121,8 @@ def _encode(args: argparse.Namespace) -> None:
         args.source, labels=args.labels, class_names=args.class_names, include=args.include, scratch=Path(args.out) / WORK_FOLDER
     )
     print(f"{args.source}: {len(index.items)} images in {len(index.class_names)} classes", file=sys.stderr)
+    if (args.no_shuffle or not index.seekable) and _sorted_by_class(index.items):
+        print("note: the images come sorted by class and stay so, hence shards hold one class each; shuffle them first", file=sys.stderr)
     start = time.perf_counter()
     result = encode(
         index, args.out, options, source=args.source, workers=args.workers, devices=_devices(args.device),
@@ -134,6 +136,11 @@ def _encode(args: argparse.Namespace) -> None:
         return
     speed = f", {result.images / seconds:.1f} images/s" if result.images else ", already complete"
     print(f"{args.out}: {result.info.samples} samples in {len(result.info.shards)} shards, {len(result.skipped)} images skipped{speed}")
+
+
+def _sorted_by_class(items) -> bool:
+    labels = [item.label for item in items]
+    return len(set(labels)) > 1 and labels == sorted(labels)
 
 
 def _devices(text: str) -> list[str]:

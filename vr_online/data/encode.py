@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Iterator, Optional, Sequence
 
@@ -119,6 +119,7 @@ def encode(
         UserError: bad options, a corrupt image (with `on_error: stop`), or `out` belongs to another job.
     """
     _check(options, rank, world_size)
+    options = replace(options, shuffle=options.shuffle and index.seekable)
     out = Path(out)
     codec = get_codec(options.codec)
     items = _ordered(index, options)
@@ -150,6 +151,8 @@ def _check(options: EncodeOptions, rank: int, world_size: int) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected a positive number")
+    if options.seed < 0:
+        raise UserError(f"--seed {options.seed}: expected a number from 0")
     if not 0 <= rank < world_size:
         raise UserError(f"--rank {rank} --of {world_size}: expected a rank from 0 to {world_size - 1}")
 
@@ -190,7 +193,7 @@ def _latent_shape(codec: Codec, options: EncodeOptions) -> tuple[int, int, int]:
 
 def _ordered(index: ImageIndex, options: EncodeOptions) -> list[Item]:
     items = index.items
-    if options.shuffle and index.seekable:
+    if options.shuffle:
         items = [items[i] for i in np.random.Generator(np.random.Philox(options.seed)).permutation(len(items))]
     return items[: options.limit]
 
