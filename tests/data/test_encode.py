@@ -20,6 +20,7 @@ from vr_online.data.encode import EncodeOptions, encode, parse_norm
 from vr_online.data.format import DatasetInfo
 from vr_online.data.images import load_image, open_index
 from vr_online.data.show import read_dataset
+from vr_online.data.tae import build_decoder, build_encoder
 from vr_online.data.verify import verify
 from vr_online.errors import UserError
 
@@ -46,10 +47,20 @@ def files(out: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def reference(folder, tmp_path_factory):
+def network(tmp_path_factory) -> EncodeOptions:
+    """Encoding through a network, whose floating-point results depend on batches and threads."""
+    weights = tmp_path_factory.mktemp("weights")
+    torch.manual_seed(0)
+    torch.save(build_encoder(4, False).state_dict(), weights / "encoder.pth")
+    torch.save(build_decoder(4, False).state_dict(), weights / "decoder.pth")
+    return EncodeOptions(codec=f"tae:{weights}", size=16, flip="both", shard_size=5, batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def reference(folder, network, tmp_path_factory):
     """The files of an uninterrupted encode by one process."""
     out = tmp_path_factory.mktemp("reference") / "out"
-    run(folder, out)
+    run(folder, out, network)
     return files(out)
 
 
@@ -81,20 +92,20 @@ def test_the_norm_is_measured_over_what_is_stored(folder, tmp_path):
     torch.testing.assert_close(x_1.std(dim=(0, 2, 3), correction=0), torch.ones(3), atol=1e-4, rtol=0)
 
 
-def test_several_processes_write_the_same_bytes(folder, reference, tmp_path):
-    run(folder, tmp_path / "out", workers=2)
+def test_several_processes_write_the_same_bytes(folder, network, reference, tmp_path):
+    run(folder, tmp_path / "out", network, workers=2)
     assert files(tmp_path / "out") == reference
 
 
-def test_several_ranks_write_the_same_bytes(folder, reference, tmp_path):
-    first = run(folder, tmp_path / "out", rank=1, world_size=2)
+def test_several_ranks_write_the_same_bytes(folder, network, reference, tmp_path):
+    first = run(folder, tmp_path / "out", network, rank=1, world_size=2)
     assert first.info is None and not (tmp_path / "out" / "dataset.json").exists()
-    assert run(folder, tmp_path / "out", rank=0, world_size=2).info is not None
+    assert run(folder, tmp_path / "out", network, rank=0, world_size=2).info is not None
     assert files(tmp_path / "out") == reference
 
 
 @pytest.mark.parametrize("survive", [0, 1, 3])
-def test_an_interrupted_encode_continues_to_the_same_bytes(folder, reference, tmp_path, monkeypatch, survive):
+def test_an_interrupted_encode_continues_to_the_same_bytes(folder, network, reference, tmp_path, monkeypatch, survive):
     original, calls = encode_module.ShardWriter.write_batch, []
 
     def break_off(writer, *args):
@@ -105,10 +116,10 @@ def test_an_interrupted_encode_continues_to_the_same_bytes(folder, reference, tm
 
     monkeypatch.setattr(encode_module.ShardWriter, "write_batch", break_off)
     with pytest.raises(KeyboardInterrupt):
-        run(folder, tmp_path / "out")
+        run(folder, tmp_path / "out", network)
     assert not (tmp_path / "out" / "dataset.json").exists()
     monkeypatch.setattr(encode_module.ShardWriter, "write_batch", original)
-    result = run(folder, tmp_path / "out")
+    result = run(folder, tmp_path / "out", network)
     assert (result.images < 23) == (survive > 0)
     assert files(tmp_path / "out") == reference
 
@@ -156,9 +167,9 @@ def test_killed_processes_leave_an_encode_that_continues(folder, tmp_path):
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_a_complete_encode_is_left_alone(folder, reference, tmp_path):
-    run(folder, tmp_path / "out")
-    again = run(folder, tmp_path / "out")
+def test_a_complete_encode_is_left_alone(folder, network, reference, tmp_path):
+    run(folder, tmp_path / "out", network)
+    again = run(folder, tmp_path / "out", network)
     assert again.images == 0 and again.info.samples == 46 and files(tmp_path / "out") == reference
 
 
@@ -272,8 +283,6 @@ def test_bad_options_are_refused_before_anything_is_written(folder, tmp_path, op
 
 
 def test_size_must_fit_the_codec(folder, tmp_path):
-    from vr_online.data.tae import build_decoder, build_encoder
-
     torch.save(build_encoder(4, False).state_dict(), tmp_path / "encoder.pth")
     torch.save(build_decoder(4, False).state_dict(), tmp_path / "decoder.pth")
     with pytest.raises(UserError, match="--size 30.*multiple of 8, such as 32"):
