@@ -5,6 +5,7 @@ import http.server
 import json
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,6 +115,24 @@ def test_damaged_description_is_an_error_that_names_it(tmp_path, content):
     (tmp_path / "dataset.json").write_bytes(content)
     with pytest.raises(FormatError, match="dataset.json"):
         DatasetInfo.load(tmp_path)
+
+
+def test_no_damage_to_a_description_crashes(tmp_path):
+    """Any change of bytes gives a valid description or a `FormatError` that names the file."""
+    whole = DatasetInfo.parse(FIELDS).save(tmp_path).read_bytes()
+    random, refused = np.random.default_rng(0), 0
+    for _ in range(300):
+        broken = bytearray(whole)
+        for position in random.integers(len(whole), size=2):
+            broken[position] = random.integers(256)
+        (tmp_path / "dataset.json").write_bytes(broken)
+        try:
+            info = DatasetInfo.load(tmp_path)
+            assert sum(info.shards.values()) == info.samples and min(info.norm.std) > 0
+        except FormatError as error:
+            assert "dataset.json" in str(error)
+            refused += 1
+    assert refused > 150
 
 
 def test_missing_description_says_what_to_do(tmp_path):

@@ -191,10 +191,10 @@ class DatasetInfo(BaseModel):
         Raises:
             FormatError: the file is missing, is not JSON, or contradicts itself or the format.
         """
-        text, origin = _read_text(source)
+        payload, origin = _read(source)
         try:
-            tree = json.loads(text)
-        except ValueError as error:
+            tree = json.loads(payload.decode("utf-8"))
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
             raise FormatError(f"{origin}: not valid JSON ({error}); make it again with `vr-online shards encode`") from None
         return cls.parse(tree, origin)
 
@@ -236,19 +236,17 @@ def write_atomic(path: Path, payload: bytes) -> None:
         raise UserError(f"{path}: cannot write: {error.strerror}") from None
 
 
-def _read_text(source: str | os.PathLike) -> tuple[str, str]:
+def _read(source: str | os.PathLike) -> tuple[bytes, str]:
     location = os.fspath(source)
     if "://" in location:
         url = location if location.endswith(".json") else f"{location.rstrip('/')}/{FILE_NAME}"
         from vr_online.data.sources import read_bytes
 
-        return read_bytes(url).decode(), url
+        return read_bytes(url), url
     path = Path(location)
     path = path / FILE_NAME if path.is_dir() else path
     try:
-        return path.read_text(encoding="utf-8"), str(path)
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not a text file ({error.reason})") from None
+        return path.read_bytes(), str(path)
     except OSError as error:
         raise FormatError(
             f"{path}: cannot read the description of the data set: {error.strerror}; "
