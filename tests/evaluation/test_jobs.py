@@ -1,0 +1,163 @@
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import TINY, metrics
+from vr_online.config import load_config
+from vr_online.data.format import DatasetInfo
+from vr_online.errors import UserError
+from vr_online.evaluation import jobs, results
+from vr_online.evaluation.jobs import Evaluator, untouched_randomness
+
+
+class Notes:
+    """A monitor that remembers."""
+
+    def __init__(self):
+        self.texts = []
+
+    def text(self, tag, markdown, step=0):
+        self.texts.append((tag, markdown, step))
+
+
+@pytest.fixture
+def make(digits, tmp_path):
+    """An evaluator of a run in tmp_path whose detached jobs run the given command."""
+
+    def make(*settings):
+        config = load_config(None, [f"data.shards={digits}/train", f"run_dir={tmp_path}/run", "evaluation.every=10", f"evaluation.reference={digits}/heldout",
+                                    "evaluation.mode=detached", *settings])
+        info = DatasetInfo.load(f"{digits}/train")
+        return Evaluator(config, info, SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")), Notes())
+
+    return make
+
+
+def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def write_template(tmp_path, code):
+    """The same as a script, since braces in code would be taken for fields of the template."""
+    script = tmp_path / "job.py"
+    script.write_text(code)
+    return f"evaluation.command={sys.executable} {script} {{run}} {{step}} {{device}}"
+
+
+def test_what_is_due(make):
+    evaluator = make(f"evaluation.command={sys.executable}")
+    assert [step for step in range(35) if evaluator.due(step)] == [10, 20, 30]
+    assert evaluator.missed(10) and not evaluator.missed(11)
+    off = make("evaluation.every=null")
+    assert not off.enabled and not off.due(10) and off.summary() == {} and off.pending_steps() == set()
+    off.poll()
+    off.finish()
+
+
+def test_a_submitted_job_is_pending_until_its_result_is_there(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "POLL_S", 0.0)
+    gate = tmp_path / "gate"
+    later = f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)\n"
+    write = "import json, pathlib, sys\np = pathlib.Path(sys.argv[1], 'evals', sys.argv[2])\njson.dump({'step': int(sys.argv[2]), 'metric': 'fd', 'value': 1.5, 'metrics': {'fd': 1.5}}, open(p / 'result.json', 'w'))\n"
+    evaluator = make(write_template(tmp_path, later + write))
+    evaluator.evaluate(SimpleNamespace(step=10))
+    evaluator.evaluate(SimpleNamespace(step=20))
+    assert evaluator.pending_steps() == {10, 20}
+    gate.touch()
+    until(lambda: evaluator.poll() or not evaluator.pending_steps())
+    assert evaluator.failures == {} and evaluator.summary() == {"fd": 1.5}
+
+
+@pytest.mark.parametrize("code, told", [
+    ("import sys; print('first line'); sys.exit('the reference is gone')", "the job ended with status 1: the reference is gone"),
+    ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
+])
+def test_a_failed_job_is_told_and_nothing_more(make, tmp_path, monkeypatch, capsys, code, told):
+    monkeypatch.setattr(jobs, "POLL_S", 0.0)
+    evaluator = make(write_template(tmp_path, code))
+    evaluator.evaluate(SimpleNamespace(step=10))
+    until(lambda: evaluator.poll() or evaluator.failures)
+    assert told in evaluator.failures[10]
+    ((tag, markdown, step),) = evaluator.monitor.texts
+    assert tag == "eval/failed" and step == 10 and told in markdown and "vr-online fid" in markdown
+    assert told in capsys.readouterr().out
+    assert evaluator.pending_steps() == set() and evaluator.summary() == {}
+
+
+@pytest.mark.parametrize("command", ["no-such-program {run}", "{executable} {nonsense}"])
+def test_a_job_that_cannot_start_is_told(make, command):
+    evaluator = make("evaluation.command=" + command.replace("{executable}", sys.executable))
+    evaluator.evaluate(SimpleNamespace(step=10))
+    assert "could not be started" in evaluator.failures[10]
+    evaluator.finish()
+
+
+def test_a_full_disk_does_not_reach_training(make, monkeypatch):
+    evaluator = make(f"evaluation.command={sys.executable}")
+    monkeypatch.setattr(Path, "mkdir", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    evaluator.evaluate(SimpleNamespace(step=10))
+    assert "No space left" in evaluator.failures[10]
+
+
+def test_the_jobs_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    settings = load_config(None).evaluation
+    for device, visible in (("cuda:1", "6"), ("cpu", ""), (None, "4,6")):
+        environment = jobs._environment(settings.model_copy(update={"device": device}))
+        assert environment["CUDA_VISIBLE_DEVICES"] == visible
+        assert not {"WORLD_SIZE", "RANK"} & set(environment) and environment["PATH"] == os.environ["PATH"]
+    command = jobs._command(settings.model_copy(update={"device": "cuda:1"}), Path("runs/a b"), [10, 20])
+    assert command[-6:] == ["vr_online.evaluation.cli", "runs/a b", "--steps", "10,20", "--device", "cuda"]
+    slurm = settings.model_copy(update={"command": 'sbatch --wrap "vr-online fid {run} --steps {step}"'})
+    assert jobs._command(slurm, Path("/r"), [10]) == ["sbatch", "--wrap", "vr-online fid /r --steps 10"]
+
+
+@pytest.mark.parametrize("settings, why", [
+    (["evaluation.reference=none.npz"], "none.npz: no such file"),
+    (["evaluation.features=inception(none.pt)", "evaluation.mode=inline"], "none.pt"),
+])
+def test_what_cannot_work_is_said_before_training(make, settings, why):
+    with pytest.raises(UserError, match=why):
+        make(*settings)
+
+
+def test_randomness_is_restored():
+    def draw():
+        return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
+
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    expected = draw()
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    with untouched_randomness():
+        torch.manual_seed(9)
+        draw()
+    assert draw() == expected
+
+
+def test_detached_jobs_do_not_change_training(launch, digits, tmp_path):
+    """Through the real launcher on two processes: the same losses, bitwise, with jobs at steps 3 and 6 as with none."""
+    jobs_on = ["evaluation.mode=detached", "evaluation.every=3", "evaluation.n=30", "evaluation.steps=2", "evaluation.batch_size=8",
+               f"evaluation.reference={digits}/heldout"]
+    losses = {}
+    for name, settings in (("none", []), ("detached", jobs_on)):
+        done = launch([*TINY, f"data.shards={digits}/train", f"run_dir={tmp_path}/{name}", *settings])
+        assert done.returncode == 0, done.output
+        losses[name] = {step: line["train/loss"] for step, line in metrics(tmp_path / name).items()}
+    assert len(losses["none"]) == 6 and losses["detached"] == losses["none"]
+    found = {int(path.parent.name): results.read(path)["value"] for path in (tmp_path / "detached").glob("evals/*/result.json")}
+    assert set(found) == {3, 6}
+    (summary,) = [json.loads(line) for line in done.output.splitlines() if line.startswith('{"steps"')]
+    assert summary["fd_latent"] == found[6]

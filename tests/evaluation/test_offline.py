@@ -1,0 +1,235 @@
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import TINY
+from vr_online.config import load_config
+from vr_online.errors import UserError
+from vr_online.evaluation import cli, results
+from vr_online.evaluation.claims import Claim
+from vr_online.evaluation.offline import Offline
+from vr_online.monitor.monitor import TENSORBOARD
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["n=20", "steps=2", "batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory) -> Path:
+    """A run with checkpoints of steps 2, 4 and 6, none of them evaluated."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    config = run_dir.parent / "c.yaml"
+    config.write_text("{}\n")
+    settings = [*TINY, f"data.shards={digits}/train", f"run_dir={run_dir}", "checkpoint.every=2", "evaluation.n=20", "evaluation.steps=2",
+                "evaluation.batch_size=8", f"evaluation.reference={digits}/heldout"]
+    subprocess.run([sys.executable, "-m", "vr_online.train", "--config", config, *settings], check=True, capture_output=True, cwd=ROOT, timeout=120)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path) -> Path:
+    """A copy of it to spoil. The files are shared, so replace, never rewrite them."""
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-rl", trained, copy], check=True)
+    return copy
+
+
+def fid(*words) -> int:
+    return cli.main([str(word) for word in (*words, "--quiet")])
+
+
+def result_of(run_dir, step, variant="") -> dict:
+    return results.read(run_dir / "evals" / str(step) / variant / "result.json")
+
+
+def scalars_of(run_dir) -> dict:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / TENSORBOARD / "eval"))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_the_newest_checkpoint_is_evaluated_and_everything_about_it_recorded(run_dir, capsys):
+    assert fid(run_dir) == 0
+    result = result_of(run_dir, 6)
+    assert result["metric"] == "fd_latent" and result["value"] > 0 and result["metrics"]["fd_latent"] == result["value"]
+    wanted = {"step": 6, "images": 96, "n": 20, "solver": "heun", "solver_steps": 2, "nfe": 4, "cfg": 1.0, "labels": "balanced", "seed": 0,
+              "weights": "ema", "time": "t=0 noise, t=1 data", "path": "linear", "prediction": "velocity", "rtol": None, "resize": None}
+    assert {key: result[key] for key in wanted} == wanted
+    assert result["ema"] and result["features"]["hash"] == "none" and len(result["reference"]["hash"]) == 64
+    assert {"torch", "numpy", "clean-fid", "vr_online"} <= set(result["versions"])
+    assert re.search(r"step 6: fd_latent", capsys.readouterr().out)
+    assert (run_dir / "evals/6/samples.png").exists() and (run_dir / "figures/fid.png").exists()
+    assert not (run_dir / "evals/6/partial").exists() and not (run_dir / "evals/6/claim.json").exists()
+    (points,) = scalars_of(run_dir).values()
+    assert points == [(6, pytest.approx(result["value"], rel=1e-6))]
+
+
+def test_steps_all_and_force(run_dir):
+    assert fid(run_dir, "--steps", "2,4") == 0
+    first = result_of(run_dir, 2)
+    assert fid(run_dir, "--all") == 0
+    assert result_of(run_dir, 2) == first and result_of(run_dir, 6)["step"] == 6
+    assert fid(run_dir / "checkpoints/2", "--force") == 0
+    again = result_of(run_dir, 2)
+    assert again["value"] == first["value"] and again["wall_s"] != first["wall_s"]
+
+
+def test_other_settings_are_kept_apart_and_compare_refuses_them(run_dir, tmp_path, capsys):
+    assert fid(run_dir) == 0 and fid(run_dir, "n=30", "solver=euler", "weights=raw") == 0
+    own = result_of(run_dir, 6)
+    (variant,) = [path.name for path in (run_dir / "evals/6").iterdir() if path.is_dir()]
+    other = result_of(run_dir, 6, variant)
+    assert "euler-2-cfg1-n30-raw" in variant and (other["n"], other["weights"], other["ema"]) == (30, "raw", None)
+
+    twin = tmp_path / "twin"
+    subprocess.run(["cp", "-r", run_dir, twin], check=True)
+    results.write(twin / "evals/6/result.json", {**own, "value": own["value"] - 1})
+    capsys.readouterr()
+    assert cli.main(["compare", str(run_dir), str(twin)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 3 and table[1].startswith(str(twin)), "best first"
+
+    results.write(twin / "evals/6/result.json", other)
+    assert cli.main(["compare", str(run_dir), str(twin)]) == 2
+    message = capsys.readouterr().err
+    for line in (f"n: 20 ({run_dir}), 30 ({twin})", f"solver: heun ({run_dir}), euler ({twin})", f"weights: ema ({run_dir}), raw ({twin})"):
+        assert line in message
+
+
+def test_the_samples_stay_when_asked_for(run_dir):
+    assert fid(run_dir, "keep=1") == 0
+    images = np.load(run_dir / "evals/6/samples.npz")["arr_0"]
+    assert images.shape == (20, 8, 8, 3) and images.dtype == np.uint8 and images.std() > 0
+    assert fid(run_dir, "keep=1", "--steps", "4") == 0
+    assert [p.parent.name for p in run_dir.rglob("samples.npz")] == ["4"]
+
+
+def test_a_half_written_checkpoint_is_named_and_the_others_evaluated(run_dir, capsys):
+    (weights,) = (run_dir / "checkpoints/4").glob("weights-*")
+    payload = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(payload[: len(payload) // 2])
+    assert fid(run_dir, "--steps", "4,2") == 2
+    out = capsys.readouterr()
+    assert "step 4" in out.out and "whole checkpoint" in out.out and "1 of the evaluations failed" in out.err
+    assert result_of(run_dir, 2)["step"] == 2
+    assert not (run_dir / "evals/4/result.json").exists()
+    assert fid(run_dir, "--all") == 0 and not (run_dir / "evals/4/result.json").exists()
+
+
+@pytest.mark.parametrize("words, why", [
+    (["solver=huen"], "solver"), (["nn=3"], "nn"), (["reference=none.npz"], "none.npz: no such file"), (["features=inception(none.pt)"], "none.pt"),
+    (["--steps", "7"], "step 7"), (["--steps", "a"], "whole numbers"), (["metrics=[fd, is]"], "no classifier"),
+])
+def test_mistakes_are_told_in_one_line(run_dir, capsys, words, why):
+    assert fid(run_dir, *words) == 2
+    captured = capsys.readouterr()
+    assert why in captured.out + captured.err and "Traceback" not in captured.err
+    assert not list(run_dir.glob("evals/**/result.json"))
+
+
+def test_no_run_and_no_words(tmp_path, capsys):
+    assert fid(tmp_path / "none") == 2 and fid(tmp_path) == 2 and cli.main(["compare", str(tmp_path / "none")]) == 2 and cli.main([]) == 0
+    assert "no such run" in capsys.readouterr().err
+
+
+KILLED = """
+import sys
+from vr_online.evaluation.accumulate import Segments
+from vr_online.evaluation.cli import main
+Segments.FIRST_S = 0.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_evaluation_killed_on_the_spot_continues_to_the_same_number(run_dir, monkeypatch):
+    words = [str(run_dir), "n=300", "batch_size=4", "steps=15", "--quiet"]
+    job = subprocess.Popen([sys.executable, "-c", KILLED, *words], cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while len(list(run_dir.glob("evals/6/*/partial/sums-*.npz"))) < 3 and time.monotonic() < deadline and job.poll() is None:
+        time.sleep(0.02)
+    job.send_signal(signal.SIGKILL)
+    assert job.wait() == -signal.SIGKILL, "the job ended before it could be killed"
+    assert fid(*words[:-1]) == 0
+    (path,) = run_dir.glob("evals/6/*/result.json")
+    continued = results.read(path)
+    assert 0 < continued["continued"] < 300 and continued["n"] == 300
+    assert fid(*words[:-1], "--force") == 0
+    whole = results.read(path)
+    assert whole["continued"] == 0
+    assert continued["value"] == pytest.approx(whole["value"], rel=1e-9) and continued["nfe"] == whole["nfe"]
+
+
+def test_two_watchers_take_each_checkpoint_once(run_dir):
+    taken = [[], []]
+
+    def watch(mine):
+        failures = Offline(run_dir, progress=False).watch(lambda result: mine.append(result["step"]), interval=0.05)
+        assert failures == []
+
+    threads = [threading.Thread(target=watch, args=(mine,)) for mine in taken]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert sorted(taken[0] + taken[1]) == [2, 4, 6]
+
+
+def test_a_watcher_takes_checkpoints_as_they_appear_and_ends_with_the_run(run_dir, tmp_path):
+    late = tmp_path / "late"
+    (run_dir / "checkpoints/6").rename(late)
+    seen = []
+    watcher = threading.Thread(target=lambda: Offline(run_dir, progress=False).watch(lambda r: seen.append(r["step"]), interval=0.05))
+    watcher.start()
+    deadline = time.monotonic() + 60
+    while len(seen) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert seen == [2, 4] and watcher.is_alive()
+    late.rename(run_dir / "checkpoints/6")
+    watcher.join(timeout=60)
+    assert seen == [2, 4, 6] and not watcher.is_alive()
+
+
+def test_a_step_claimed_elsewhere_is_left_alone(run_dir, capsys):
+    with Claim.take(run_dir / "evals/6"):
+        assert fid(run_dir) == 0
+    assert "another evaluator" in capsys.readouterr().out
+    assert not (run_dir / "evals/6/result.json").exists()
+
+
+def test_statistics_from_the_command_line_serve_as_reference(run_dir, digits, tmp_path, capsys):
+    assert fid("stats", f"{digits}/heldout", "--out", tmp_path / "x.npz") == 0
+    assert "297 samples, 64 features of latent" in capsys.readouterr().out
+    assert fid(run_dir) == 0 and fid(run_dir, f"reference={tmp_path}/x.npz") == 0
+    (path,) = run_dir.glob("evals/6/*/result.json")
+    assert results.read(path)["reference"]["hash"] == result_of(run_dir, 6)["reference"]["hash"]
+    assert results.read(path)["value"] == pytest.approx(result_of(run_dir, 6)["value"], rel=1e-9)
+
+
+def test_a_damaged_result_is_named(run_dir):
+    results.write(run_dir / "evals/6/result.json", {"step": 6})
+    with pytest.raises(UserError, match="evals/6/result.json: cannot read this result"):
+        Offline(run_dir).evaluate(6)
+
+
+def test_settings_decide_where_a_result_goes():
+    own = load_config(None).evaluation
+    assert results.variant(own, own) == ""
+    assert results.variant(own.model_copy(update={"batch_size": 3, "every": 5, "keep": 2}), own) == ""
+    names = {results.variant(own.model_copy(update={"seed": seed}), own) for seed in (1, 2)}
+    assert len(names) == 2 and all(name.startswith("heun-50-cfg1-n50000-ema-") for name in names)
+
+
+def test_results_are_json_without_nan(run_dir):
+    fid(run_dir)
+    json.loads((run_dir / "evals/6/result.json").read_text(), parse_constant=lambda name: pytest.fail(name))
