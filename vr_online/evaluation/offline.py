@@ -137,11 +137,11 @@ class Offline:
             try:
                 result = self.evaluate(step)
             except UserError as error:
-                failures.append(f"step {step}: {error}")
+                failures.append(f"{'newest checkpoint' if step is None else f'step {step}'}: {error}")
                 self._say(failures[-1])
                 continue
             if result is None:
-                self._say(f"step {step}: another evaluator is at work on it")
+                self._say(f"{'newest checkpoint' if step is None else f'step {step}'}: another evaluator is at work on it")
             elif self.group.is_main:
                 report(result)
         return failures
