@@ -182,6 +182,24 @@ def test_a_perfect_network_makes_the_data_set(solver, path, prediction):
     assert abs(pixels.std() - spread) < 4 * spread / (2 * n) ** 0.5 + 0.01
 
 
+@pytest.mark.parametrize("solver", ["euler", "heun", "euler_maruyama"])
+@pytest.mark.parametrize("path", ["linear", "gvp"])
+@pytest.mark.parametrize("prediction", ["velocity", "noise", "data"])
+def test_errors_of_the_network_are_not_magnified_at_the_ends(solver, path, prediction):
+    """Data is 0; a network off by a constant 0.02 must not give samples off by many times that."""
+    path, error = get_path(path), 0.02
+
+    class Inexact(nn.Module):
+        def forward(self, x, t, y):
+            noise = x / path.sigma(t).clamp(min=1e-3)[:, None, None, None]
+            exact = {"velocity": path.d_sigma(t)[:, None, None, None] * noise, "noise": noise, "data": 0 * x}[prediction]
+            return exact + error
+
+    settings = {"solver": solver, "steps": 25, "batch_size": 50, "diffusion": "sigma"}
+    latents = sampler(Inexact(), Flow(path, prediction), norm=None, **settings).latents(0, 50)
+    assert float(latents.mean().abs()) < 10 * error
+
+
 def test_latents_are_on_the_scale_of_the_shards():
     model = Elementwise()
     assert torch.equal(sampler(model).latents(0, 3), INFO.norm.denormalize(sampler(model, norm=None).latents(0, 3)))

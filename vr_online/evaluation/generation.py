@@ -119,9 +119,13 @@ class Sampler:
         s, device = self.settings, _device(self.model)
         streams = NoiseStreams(range(s.seed + first, s.seed + last), self.latent_shape)
         velocity = self._velocity(labels.to(device), bar)
-        x_0, dtype, span = streams.draw().to(device), getattr(torch, s.dtype), self.flow.time_range()
+        x_0, dtype = streams.draw().to(device), getattr(torch, s.dtype)
+        span = self.flow.time_range(None if s.solver == "dopri5" else s.steps)
         if s.solver not in SDE_SOLVERS:
-            return integrate(velocity, x_0, solver=s.solver, steps=s.steps, rtol=s.rtol, atol=s.atol, dtype=dtype, t_span=span)
+            return integrate(
+                velocity, x_0, solver=s.solver, steps=s.steps, rtol=s.rtol, atol=s.atol, dtype=dtype, t_span=span,
+                singular_end=self.flow.prediction == "data",
+            )
         return integrate_sde(
             velocity, x_0, path=self.flow.path, noise=lambda step: streams.draw().to(device), diffusion=s.diffusion,
             steps=s.steps, last_step=s.last_step, last_step_size=s.last_step_size, dtype=dtype, t_span=span,

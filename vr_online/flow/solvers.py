@@ -42,7 +42,8 @@ SDE_SOLVERS = ("euler_maruyama",)
 
 
 def integrate(velocity: Velocity, x_0: Tensor, *, solver: str = "heun", steps: int = 50, rtol: float = 1e-3,
-              atol: float = 1e-6, dtype: torch.dtype = torch.float32, t_span: tuple[float, float] = (0.0, 1.0)) -> Solution:
+              atol: float = 1e-6, dtype: torch.dtype = torch.float32, t_span: tuple[float, float] = (0.0, 1.0),
+              singular_end: bool = False) -> Solution:
     """Solves dx/dt = v from `x_0` (B, ...) over `t_span`.
 
     Args:
@@ -51,6 +52,8 @@ def integrate(velocity: Velocity, x_0: Tensor, *, solver: str = "heun", steps: i
         steps: equal steps of a fixed-step solver.
         rtol, atol: tolerances of dopri5, on the root mean square of each sample's local error.
         dtype: dtype of the state and of the t given to `velocity`.
+        singular_end: errors of the network are magnified at t_span[1]; heun then ends with an Euler step, which does
+            not evaluate there (as in Karras et al. 2022, algorithm 1).
 
     Raises:
         UserError: unknown solver, or dopri5's step size vanishes.
@@ -60,11 +63,10 @@ def integrate(velocity: Velocity, x_0: Tensor, *, solver: str = "heun", steps: i
         return _dopri5(velocity, x, t_span, rtol, atol)
     if solver not in ODE_SOLVERS:
         raise UserError(f"evaluation.solver: no ODE solver {solver!r}; choose one of {', '.join(ODE_SOLVERS)}")
-    step = _heun_step if solver == "heun" else _euler_step
-    times = _grid(*t_span, steps)
-    for t, t_next in zip(times[:-1], times[1:]):
-        x = step(velocity, x, t, t_next)
-    return Solution(x, _constant_nfe(x, steps * (2 if solver == "heun" else 1)))
+    times, heun_steps = _grid(*t_span, steps), (steps - singular_end if solver == "heun" else 0)
+    for i, (t, t_next) in enumerate(zip(times[:-1], times[1:])):
+        x = (_heun_step if i < heun_steps else _euler_step)(velocity, x, t, t_next)
+    return Solution(x, _constant_nfe(x, steps + heun_steps))
 
 
 def _euler_step(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:

@@ -118,12 +118,15 @@ class Flow:
         output = output[:, : x_t.shape[1]].to(dtype)
         return convert(self.path, output, self.prediction, kind, x_t.to(dtype), t.to(dtype))
 
-    def time_range(self) -> tuple[float, float]:
-        """The part of [0, 1] on which the velocity can be evaluated, ends included.
+    def time_range(self, steps: int | None = None) -> tuple[float, float]:
+        """The part of [0, 1] on which to solve with the velocity, ends included.
 
-        Noise prediction leaves out t = 0 where alpha vanishes there, data prediction and the VP path t = 1.
+        Noise prediction leaves out t = 0 where alpha vanishes there, data prediction and the VP path t = 1. With a
+        fixed number of `steps`, noise prediction begins half a step late: the velocity holds the network's error
+        divided by alpha, which a first step from `SAMPLE_EPS` would magnify step / SAMPLE_EPS times.
         """
         alpha_vanishes = float(self.path.alpha(torch.zeros((), dtype=torch.float64))) == 0
-        start = SAMPLE_EPS if self.prediction == "noise" and alpha_vanishes else 0.0
+        late = max(SAMPLE_EPS, 0.5 / steps) if steps else SAMPLE_EPS
+        start = min(late, 0.1) if self.prediction == "noise" and alpha_vanishes else 0.0
         stop = 1 - SAMPLE_EPS if self.prediction == "data" or self.path.name == "vp" else 1.0
         return start, stop
