@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import torch
@@ -142,6 +143,8 @@ class FailureWatch:
 
 
 def _init_process_group(device: torch.device, timeout: timedelta) -> None:
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # the engine's, not ours
     import deepspeed
 
     # On CPU, DeepSpeed would compile a shared-memory all-reduce at start: minutes, a C++ compiler and ninja, for an

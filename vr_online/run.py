@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterator
@@ -177,6 +179,7 @@ def dataset_location(config: Config) -> str:
 def start(config: Config, ranks: Ranks) -> Run:
     """Builds the run and, where the run directory has a whole checkpoint, continues from it."""
     info = open_data(config)
+    _check_compiler(config, ranks)
     plan = plan_batch(config.train.batch_size, config.train.micro_batch_size, ranks.world_size)
     found = _checkpoint_to_resume(config, ranks)
     flow = Flow(get_path(config.flow.path), config.flow.prediction)
@@ -211,6 +214,11 @@ def start(config: Config, ranks: Ranks) -> Run:
     if ranks.is_main:
         checkpoint.write_atomic(config.directory / "config.yaml", dump(config))
     return run
+
+
+def _check_compiler(config: Config, ranks: Ranks) -> None:
+    if config.model.compile and ranks.device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        raise UserError("model.compile is true, but torch.compile needs a C++ compiler on the CPU: install g++, or set it to false")
 
 
 def _new_model(config: Config, info: DatasetInfo, compiled: bool = True) -> SiT:

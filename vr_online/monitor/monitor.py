@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -70,6 +71,7 @@ class Monitor:
             self._prepare_files(resume_step)
             purge = 0 if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=20)
+        _one_line_for_a_full_disk()
         if not self._job:
             self._writer.add_custom_scalars(names.custom_scalar_layout())
         if config is not None:
@@ -209,6 +211,19 @@ class Monitor:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _one_line_for_a_full_disk() -> None:
+    """A write that fails ends TensorBoard's writer thread, with a traceback among the progress; make it a warning."""
+    previous = threading.excepthook
+
+    def hook(args) -> None:
+        if isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard"):
+            warnings.warn(f"{TENSORBOARD}: cannot write ({args.exc_value}); training goes on without it")
+        else:
+            previous(args)
+
+    threading.excepthook = hook
 
 
 def _error_bar(values: Mapping[str, float]) -> dict[str, float]:
