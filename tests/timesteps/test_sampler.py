@@ -459,3 +459,10 @@ def test_state_in_the_middle_of_a_step_is_refused():
     sampler.draw(4)
     with pytest.raises(RuntimeError, match="commit"):
         sampler.state_dict()
+
+
+def test_says_so_where_the_proposal_misses_what_adapting_would_bring():
+    problem = Regression(proposal="same")
+    problem.steps(40)
+    assert problem.sampler.metrics()["gain"] == pytest.approx(1)
+    assert "timesteps.proposal=same does not get it" in problem.sampler.verdict()

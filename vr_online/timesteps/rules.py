@@ -63,7 +63,7 @@ class Rule:
 
 # Bins that hold less than this share of an equal part of q do not hold up the warm-up: they would take for
 # ever, and borrow from their neighbours instead.
-_NEGLIGIBLE = 0.05
+_NEGLIGIBLE = 0.1
 
 
 def enough_samples(context: Context, q: Tensor, warmup: float) -> Tensor:

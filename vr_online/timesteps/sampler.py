@@ -213,7 +213,10 @@ class OnlineSampler:
                 f"adapting the proposal cannot pay here: the gradient variance is so even over t that the best proposal "
                 f"keeps {values['best_gain']:.3f} of it"
             )
-        return f"adapting pays: predicted gain {values['gain']:.3f}, achieved {values['achieved']:.3f} +- {values['achieved_error']:.3f}"
+        got = f"predicted gain {values['gain']:.3f}, achieved {values['achieved']:.3f} +- {values['achieved_error']:.3f}"
+        if values["gain"] > _CANNOT_PAY:
+            return f"adapting would pay (best gain {values['best_gain']:.3f}), but timesteps.proposal={self.proposal} does not get it: {got}"
+        return f"adapting pays: {got}"
 
     @property
     def bytes_per_step(self) -> int:
