@@ -64,10 +64,16 @@ def test_command_writes_a_table_that_a_target_reads(tmp_path, digits, capsys):
                    "--queries", "16", "--out", str(out)])
     assert status == 0 and out.with_suffix(".png").stat().st_size > 5000
     masses = densities.bin_masses(f"vr_static({out})", 16, "gvp")
-    assert masses.sum() == pytest.approx(1) and masses.std() > 0.001
+    assert masses.sum() == pytest.approx(1) and masses.std() > 0.001 and masses.min() >= 0.05 / 16 * (1 - 1e-9)
     notes = densities.read_table(str(out)).notes
     assert notes["path"] == "gvp" and notes["references"] == 300 and notes["stderr"].shape == (8,)
     assert "vr_static(" in capsys.readouterr().out
+
+
+def test_the_collapse_of_a_finite_set_is_found():
+    edges, zeros = np.linspace(0, 1, 5), np.zeros(4)
+    assert vr_static.StaticVariance(edges, np.array([0.0, 1.0, 1e-9, 0.0]), zeros).collapse() == 0.5
+    assert vr_static.StaticVariance(edges, np.array([1.0, 0.0, 0.0, 0.5]), zeros).collapse() is None
 
 
 def test_show_and_list(tmp_path, capsys):

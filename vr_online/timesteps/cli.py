@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     static.add_argument("--subset", type=int, default=50_000, help="latents in the reference set (default 50,000)")
     static.add_argument("--bins", type=int, default=32, help="cells of [0, 1]; need not be the run's (default 32)")
     static.add_argument("--queries", type=int, default=64, help="points x_t per bin; the error falls with their root (default 64)")
+    static.add_argument("--floor", type=float, default=0.05, help="share of the uniform density in the table, because the "
+                        "variance of a finite set vanishes towards the data (default 0.05; 0 leaves it as it is)")
     static.add_argument("--seed", type=int, default=0)
     static.add_argument("--device", help="such as cuda or cpu; default: cuda where there is one")
     static.add_argument("--out", default="vr_static.npz", help="table to write, npz or json; a picture goes beside it")
@@ -57,24 +59,29 @@ def _vr_static(args: argparse.Namespace) -> None:
     for name, least in (("subset", 2), ("bins", 1), ("queries", 2)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: must be at least {least}")
+    if not 0 <= args.floor < 1:
+        raise UserError(f"--floor {args.floor}: must be at least 0 and below 1")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     references = vr_static.load_references(args.shards, args.subset, args.seed)
     found = vr_static.estimate(
         references, get_path(args.path), prediction=args.prediction, bins=args.bins, queries=args.queries, seed=args.seed,
         device=device, progress=True,
     )
-    found.save(args.out, path=args.path, prediction=args.prediction, references=len(references), queries=args.queries, seed=args.seed)
+    found.save(args.out, args.floor, path=args.path, prediction=args.prediction, references=len(references), queries=args.queries, seed=args.seed)
     picture = Path(args.out).with_suffix(".png")
-    _draw_static(found, f"vr_static, {args.path} path, {len(references)} latents", picture)
+    _draw_static(found, args.floor, f"vr_static, {args.path} path, {len(references)} latents", picture)
+    if found.collapse() is not None:
+        print(f"from t = {found.collapse():.3f} on, each point belongs to one latent of the set: no variance there but --floor {args.floor:g}")
     print(f"wrote {args.out} and {picture}; train with timesteps.target='vr_static({args.out})'")
 
 
-def _draw_static(found, title: str, file: Path) -> None:
+def _draw_static(found, floor: float, title: str, file: Path) -> None:
     figure, axes = _axes(title)
     centers = (found.edges[1:] + found.edges[:-1]) / 2
-    scale = found.density / found.variance.clip(1e-300)
-    axes.stairs(found.density, found.edges, linewidth=1.5)
-    axes.errorbar(centers, found.density, 2 * found.stderr * scale, fmt="none", ecolor="0.4", capsize=2, label="two standard errors")
+    density = found.density(floor)
+    scale = (1 - floor) * found.density().max() / found.variance.max()
+    axes.stairs(density, found.edges, linewidth=1.5)
+    axes.errorbar(centers, density, 2 * found.stderr * scale, fmt="none", ecolor="0.4", capsize=2, label="two standard errors")
     axes.legend()
     figure.savefig(file)
 

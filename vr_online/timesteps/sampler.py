@@ -14,6 +14,7 @@ Nothing in draw, update or commit waits for the device.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,8 +181,8 @@ class OnlineSampler:
         """Numbers for a log step. Waits for the device.
 
         `gain` is the predicted and `achieved` the measured ratio of minibatch-gradient variance to that of plain
-        draws from q, `best_gain` the least any unbiased proposal could have, and `can_pay` says whether that is
-        worth having (1) or not (0).
+        draws from q (there once it is known), `best_gain` the least any unbiased proposal could have, and `can_pay`
+        says whether that is worth having (1) or not (0).
         """
         self._settle()
         view = self._current_view()
@@ -198,7 +199,9 @@ class OnlineSampler:
         result["bytes_per_step"] = float(self.bytes_per_step)
         if self.probe is not None:
             result["can_pay"] = float(result["best_gain"] <= _CANNOT_PAY)
-            result["achieved"], result["achieved_error"] = self.achieved.result()
+            ratio, error = self.achieved.result()
+            if math.isfinite(ratio):
+                result["achieved"], result["achieved_error"] = ratio, error
         return result
 
     def verdict(self) -> str:
@@ -213,7 +216,9 @@ class OnlineSampler:
                 f"adapting the proposal cannot pay here: the gradient variance is so even over t that the best proposal "
                 f"keeps {values['best_gain']:.3f} of it"
             )
-        got = f"predicted gain {values['gain']:.3f}, achieved {values['achieved']:.3f} +- {values['achieved_error']:.3f}"
+        got = f"predicted gain {values['gain']:.3f}"
+        if "achieved" in values:
+            got += f", achieved {values['achieved']:.3f} +- {values['achieved_error']:.3f}"
         if values["gain"] > _CANNOT_PAY:
             return f"adapting would pay (best gain {values['best_gain']:.3f}), but timesteps.proposal={self.proposal} does not get it: {got}"
         return f"adapting pays: {got}"

@@ -10,6 +10,10 @@ by alpha / sigma, the data by 1. Its mean over x_t, in each bin of t, normalised
 
 The sums run over chunks of the reference set with a running maximum, so memory is the set itself in float16
 and a few chunks. On the VP path the velocity's variance grows like 1 / (1 - t) at the data end.
+
+The reference set is finite, so in many dimensions the posterior rests on one latent as soon as the noise no longer
+hides which, and the variance vanishes from some t on, as published. A share of the uniform density keeps
+those times in the objective.
 """
 
 from __future__ import annotations
@@ -39,14 +43,21 @@ class StaticVariance:
     variance: np.ndarray
     stderr: np.ndarray
 
-    @property
-    def density(self) -> np.ndarray:
-        """(K,) values of the normalised density."""
-        return self.variance / (self.variance * np.diff(self.edges)).sum()
+    def density(self, floor: float = 0.0) -> np.ndarray:
+        """(K,) values of the normalised density, with a share `floor` of the uniform one."""
+        return floor + (1 - floor) * self.variance / (self.variance * np.diff(self.edges)).sum()
 
-    def save(self, file: str | FilePath, **notes) -> None:
+    def collapse(self) -> float | None:
+        """The t from which the variance is nothing: each x_t there points to one latent of the finite set. None
+        where there is no such t."""
+        tail = self.variance < 1e-3 * self.variance.max()
+        first = len(tail) - int(np.argmin(tail[::-1]))
+        return float(self.edges[first]) if tail[-1] else None
+
+    def save(self, file: str | FilePath, floor: float = 0.0, **notes) -> None:
         """Writes the table that `vr_static(file)` reads."""
-        write_table(file, self.edges, self.density, variance=self.variance, stderr=self.stderr, kind="vr_static", **notes)
+        details = dict(variance=self.variance, stderr=self.stderr, floor=floor, kind="vr_static", **notes)
+        write_table(file, self.edges, self.density(floor), **details)
 
 
 def estimate(
