@@ -141,6 +141,21 @@ class TestRefusals:
             take(stream, 200)
 
 
+def test_a_stop_signal_for_the_run_does_not_end_its_workers(shards):
+    """They serve the run until it closes the stream; then they are gone."""
+    expected = [indices(batch) for batch in take(stream_of(shards), 60)]
+    stream = stream_of(shards, workers=1)
+    got = [indices(next(stream)) for _ in range(5)]
+    [worker] = stream._batches._workers
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    got += [indices(next(stream)) for _ in range(55)]
+    assert got == expected
+    stream.close()
+    worker.join(timeout=30)
+    assert worker.exitcode is not None
+
+
 class TestSkipping:
     @pytest.fixture
     def broken(self, tmp_path):

@@ -232,6 +232,7 @@ class LatentStream:
                 batch_size=None,
                 num_workers=workers,
                 collate_fn=_unchanged,
+                worker_init_fn=_shield,
                 prefetch_factor=self._config.prefetch if workers else None,
                 generator=torch.Generator(),  # else starting workers would advance the process's own generator
             )
@@ -259,6 +260,13 @@ def _quiet_start() -> Iterator[None]:
         yield
     if main and handler is not None:
         signal.signal(signal.SIGCHLD, handler)
+
+
+def _shield(_worker: int) -> None:
+    """A signal that asks the run to stop often reaches its workers too; they must serve it until it has saved its
+    checkpoint. So the first one passes, and the second, which ends a worker that hangs, works."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _unchanged(item: Any) -> Any:
