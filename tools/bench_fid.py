@@ -66,7 +66,9 @@ def ours(images: np.ndarray, extractor, reference: Statistics, batch_size: int) 
     return measure(Images(images), extractor, reference, n=len(images), batch_size=batch_size, progress=False).value
 
 
-def theirs(images: np.ndarray, network: Path, reference: Statistics, mode: str, batch_size: int, workers: int, device: torch.device) -> float:
+def theirs(
+    images: np.ndarray, network: Path, reference: Statistics, mode: str, batch_size: int, workers: int, device: torch.device
+) -> float:
     """PNGs to a folder, then what clean-fid does with a folder and statistics."""
     from cleanfid import fid
     from cleanfid.inception_torchscript import InceptionV3W
@@ -117,11 +119,15 @@ def main() -> None:
 def bench(args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        network = args.inception or write_inception(Path(folder), inception_v3_layers() if args.layers == "inception" else small_layers())
+        network = args.inception or write_inception(
+            Path(folder), inception_v3_layers() if args.layers == "inception" else small_layers()
+        )
         device = torch.device(args.device)
         extractor = build_extractor(f"inception({network})", resize=args.mode, device=device)
         images = pictures(args.n, args.size, seed=0)
-        reference = compute_statistics(ArraySource(pictures(args.n, args.size, seed=1, contrast=45)), extractor, batch_size=args.batch_size)
+        reference = compute_statistics(
+            ArraySource(pictures(args.n, args.size, seed=1, contrast=45)), extractor, batch_size=args.batch_size
+        )
         times: dict[str, list[float]] = {"ours": [], "theirs": []}
         values = {}
         for _ in tqdm(range(args.rounds), desc="rounds", unit="round"):

@@ -31,7 +31,10 @@ class Noise:
             raise self.error(f"cannot make sample {self.fail_at}")
         self.asked += range(first, last)
         self.evaluations += 3 * (last - first)
-        rows = [torch.randn(DIM, 1, 1, generator=torch.Generator().manual_seed(i)) * torch.arange(1, DIM + 1).reshape(-1, 1, 1) for i in range(first, last)]
+        rows = [
+            torch.randn(DIM, 1, 1, generator=torch.Generator().manual_seed(i)) * torch.arange(1, DIM + 1).reshape(-1, 1, 1)
+            for i in range(first, last)
+        ]
         samples = torch.stack(rows)
         if self.nan_at is not None and first <= self.nan_at < last:
             samples[self.nan_at - first] = float("nan")

@@ -21,7 +21,9 @@ class AsInception(nn.Module):
         self.layers = layers
         self.output = nn.Linear(2048, 1008)
 
-    def forward(self, img: Tensor, return_features: bool = False, use_fp16: bool = False, no_output_bias: bool = False) -> Tensor:
+    def forward(
+        self, img: Tensor, return_features: bool = False, use_fp16: bool = False, no_output_bias: bool = False
+    ) -> Tensor:
         x = F.interpolate(img.float(), size=[299, 299], mode="bilinear", align_corners=False)
         features = self.layers((x - 128) / 128).reshape(img.shape[0], 2048)
         if return_features:
@@ -32,8 +34,14 @@ class AsInception(nn.Module):
 
 def small_layers() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 24, 9, stride=8), nn.ReLU(), nn.Conv2d(24, 64, 5, stride=3), nn.ReLU(), nn.Conv2d(64, 2048, 3, stride=2), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Conv2d(3, 24, 9, stride=8),
+        nn.ReLU(),
+        nn.Conv2d(24, 64, 5, stride=3),
+        nn.ReLU(),
+        nn.Conv2d(64, 2048, 3, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
     )
 
 

@@ -21,7 +21,14 @@ def told(n: int, fail_at: Optional[int]) -> dict:
     generate = Noise(fail_at=fail_at)
     try:
         found = measure(
-            generate, Identity(), reference(), n=n, batch_size=16, metrics=("fd", "kid", "is", "pr"), group=Group.current(60), progress=False
+            generate,
+            Identity(),
+            reference(),
+            n=n,
+            batch_size=16,
+            metrics=("fd", "kid", "is", "pr"),
+            group=Group.current(60),
+            progress=False,
         )
         return {**dataclasses.asdict(found), "asked": generate.asked}
     except UserError as error:

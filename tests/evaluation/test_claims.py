@@ -30,7 +30,13 @@ def test_every_step_goes_to_exactly_one_of_several_processes(tmp_path):
         (tmp_path / str(step)).mkdir()
         (tmp_path / str(step) / FILE).write_text(json.dumps({"host": socket.gethostname(), "pid": dead_pid(), "nonce": "x"}))
     contenders = [
-        subprocess.Popen([sys.executable, "-c", CONTENDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        subprocess.Popen(
+            [sys.executable, "-c", CONTENDER, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
         for _ in range(3)
     ]
     won = [contender.stdout.readline().split() for contender in contenders]

@@ -54,7 +54,13 @@ def clean_fid(path, mode, a, b, dims, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return cleanfid.fid.compute_fid(
-            str(a), str(b), mode=mode, device=torch.device("cpu"), num_workers=0, batch_size=8, verbose=False,
+            str(a),
+            str(b),
+            mode=mode,
+            device=torch.device("cpu"),
+            num_workers=0,
+            batch_size=8,
+            verbose=False,
             custom_feat_extractor=lambda x: network(x)[:, :dims],
         )
 
@@ -67,7 +73,13 @@ def test_fid_in_memory_equals_clean_fid_on_the_same_pngs(inception, folders, mod
     class First:
         """Its first features: clean-fid's matrix square root of all 2,048 takes a minute."""
 
-        name, metric, device, preprocessing, space = extractor.name, extractor.metric, extractor.device, extractor.preprocessing, "image"
+        name, metric, device, preprocessing, space = (
+            extractor.name,
+            extractor.metric,
+            extractor.device,
+            extractor.preprocessing,
+            "image",
+        )
         describe = extractor.describe
 
         def __call__(self, samples):
@@ -94,7 +106,9 @@ def test_features_of_the_real_architecture_equal_clean_fids(tmp_path):
         with torch.no_grad():
             expected = theirs(torch.tensor(resized))
         assert expected.std() > 1e-3
-        torch.testing.assert_close(build_extractor(f"inception({path})", resize=mode)(torch.from_numpy(images)), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            build_extractor(f"inception({path})", resize=mode)(torch.from_numpy(images)), expected, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -134,7 +148,9 @@ def test_inception_score_uses_the_files_classifier_without_bias(inception):
 def test_a_missing_inception_names_the_file_and_where_to_get_it(tmp_path):
     with pytest.raises(UserError) as error:
         build_extractor(f"inception({tmp_path})")
-    assert str(tmp_path / INCEPTION) in str(error.value) and "https://" in str(error.value) and "--download" in str(error.value)
+    assert (
+        str(tmp_path / INCEPTION) in str(error.value) and "https://" in str(error.value) and "--download" in str(error.value)
+    )
 
 
 def test_download_is_clean_fids_and_leaves_no_half_file(tmp_path, monkeypatch, inception):
@@ -167,9 +183,15 @@ def test_damaged_or_other_files_are_refused(tmp_path, inception):
     torch.jit.script(torch.nn.Linear(3, 3)).save(str(tmp_path / "linear.pt"))
     torch.save({"a": torch.zeros(1)}, tmp_path / "weights.pth")
     for spec, why in [
-        ("inception(cut.pt)", "not a TorchScript file"), ("torchscript(cut.pt)", "not a TorchScript file"), ("inception(linear.pt)", "no `layers`"),
-        ("inception(weights.pth)", "not the weights"), ("torchscript(none.pt)", "no such file"), ("clip", "expected latent"),
-        ("effnet_lite0(x)", "whole number"), ("inception", "expected latent"), ("latent", "needs latent shards"),
+        ("inception(cut.pt)", "not a TorchScript file"),
+        ("torchscript(cut.pt)", "not a TorchScript file"),
+        ("inception(linear.pt)", "no `layers`"),
+        ("inception(weights.pth)", "not the weights"),
+        ("torchscript(none.pt)", "no such file"),
+        ("clip", "expected latent"),
+        ("effnet_lite0(x)", "whole number"),
+        ("inception", "expected latent"),
+        ("latent", "needs latent shards"),
     ]:
         spec = spec.replace("(", f"({tmp_path}/") if ".p" in spec else spec
         with pytest.raises(UserError, match=why):
@@ -214,7 +236,9 @@ def test_effnet_runs_exported_once_and_grows_with_noise(tmp_path, monkeypatch):
     again = build_extractor("effnet_lite0")
     real = moments(features)
     noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(1))
-    distances = [frechet_distance(real, moments(again((images + s * noise).clamp(0, 255).to(torch.uint8)))) for s in (0, 8, 24, 64)]
+    distances = [
+        frechet_distance(real, moments(again((images + s * noise).clamp(0, 255).to(torch.uint8)))) for s in (0, 8, 24, 64)
+    ]
     assert abs(distances[0]) < 1e-3
     assert distances == sorted(distances)
 

@@ -33,8 +33,17 @@ def make(digits, tmp_path):
     """An evaluator of a run in tmp_path whose detached jobs run the given command."""
 
     def make(*settings):
-        config = load_config(None, [f"data.shards={digits}/train", f"run_dir={tmp_path}/run", "evaluation.every=10", f"evaluation.reference={digits}/heldout",
-                                    "evaluation.mode=detached", *settings])
+        config = load_config(
+            None,
+            [
+                f"data.shards={digits}/train",
+                f"run_dir={tmp_path}/run",
+                "evaluation.every=10",
+                f"evaluation.reference={digits}/heldout",
+                "evaluation.mode=detached",
+                *settings,
+            ],
+        )
         info = DatasetInfo.load(f"{digits}/train")
         return Evaluator(config, info, SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")), Notes())
 
@@ -79,10 +88,16 @@ def test_a_submitted_job_is_pending_until_its_result_is_there(make, tmp_path, mo
     assert evaluator.failures == {} and evaluator.summary() == {"fd": 1.5}
 
 
-@pytest.mark.parametrize("code, told", [
-    ("import sys; print('first line'); sys.exit('the reference is gone')", "the job ended with status 1: the reference is gone"),
-    ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
-])
+@pytest.mark.parametrize(
+    "code, told",
+    [
+        (
+            "import sys; print('first line'); sys.exit('the reference is gone')",
+            "the job ended with status 1: the reference is gone",
+        ),
+        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
+    ],
+)
 def test_a_failed_job_is_told_and_nothing_more(make, tmp_path, monkeypatch, capsys, code, told):
     monkeypatch.setattr(jobs, "POLL_S", 0.0)
     evaluator = make(write_template(tmp_path, code))
@@ -125,10 +140,13 @@ def test_the_jobs_environment(monkeypatch):
     assert jobs._command(slurm, Path("/r"), [10]) == ["sbatch", "--wrap", "vr-online fid /r --steps 10"]
 
 
-@pytest.mark.parametrize("settings, why", [
-    (["evaluation.reference=none.npz"], "none.npz: no such file"),
-    (["evaluation.features=inception(none.pt)", "evaluation.mode=inline"], "none.pt"),
-])
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        (["evaluation.reference=none.npz"], "none.npz: no such file"),
+        (["evaluation.features=inception(none.pt)", "evaluation.mode=inline"], "none.pt"),
+    ],
+)
 def test_what_cannot_work_is_said_before_training(make, settings, why):
     with pytest.raises(UserError, match=why):
         make(*settings)
@@ -149,15 +167,23 @@ def test_randomness_is_restored():
 
 def test_detached_jobs_do_not_change_training(launch, digits, tmp_path):
     """Through the real launcher on two processes: the same losses, bitwise, with jobs at steps 3 and 6 as with none."""
-    jobs_on = ["evaluation.mode=detached", "evaluation.every=3", "evaluation.n=30", "evaluation.steps=2", "evaluation.batch_size=8",
-               f"evaluation.reference={digits}/heldout"]
+    jobs_on = [
+        "evaluation.mode=detached",
+        "evaluation.every=3",
+        "evaluation.n=30",
+        "evaluation.steps=2",
+        "evaluation.batch_size=8",
+        f"evaluation.reference={digits}/heldout",
+    ]
     losses = {}
     for name, settings in (("none", []), ("detached", jobs_on)):
         done = launch([*TINY, f"data.shards={digits}/train", f"run_dir={tmp_path}/{name}", *settings])
         assert done.returncode == 0, done.output
         losses[name] = {step: line["train/loss"] for step, line in metrics(tmp_path / name).items()}
     assert len(losses["none"]) == 6 and losses["detached"] == losses["none"]
-    found = {int(path.parent.name): results.read(path)["value"] for path in (tmp_path / "detached").glob("evals/*/result.json")}
+    found = {
+        int(path.parent.name): results.read(path)["value"] for path in (tmp_path / "detached").glob("evals/*/result.json")
+    }
     assert set(found) == {3, 6}
     (summary,) = [json.loads(line) for line in done.output.splitlines() if line.startswith('{"steps"')]
     assert summary["fd_latent"] == found[6]

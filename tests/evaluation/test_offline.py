@@ -28,9 +28,23 @@ def trained(digits, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     config = run_dir.parent / "c.yaml"
     config.write_text("{}\n")
-    settings = [*TINY, f"data.shards={digits}/train", f"run_dir={run_dir}", "checkpoint.every=2", "evaluation.n=20", "evaluation.steps=2",
-                "evaluation.batch_size=8", f"evaluation.reference={digits}/heldout"]
-    subprocess.run([sys.executable, "-m", "vr_online.train", "--config", config, *settings], check=True, capture_output=True, cwd=ROOT, timeout=120)
+    settings = [
+        *TINY,
+        f"data.shards={digits}/train",
+        f"run_dir={run_dir}",
+        "checkpoint.every=2",
+        "evaluation.n=20",
+        "evaluation.steps=2",
+        "evaluation.batch_size=8",
+        f"evaluation.reference={digits}/heldout",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "vr_online.train", "--config", config, *settings],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+        timeout=120,
+    )
     return run_dir
 
 
@@ -62,8 +76,23 @@ def test_the_newest_checkpoint_is_evaluated_and_everything_about_it_recorded(run
     assert fid(run_dir) == 0
     result = result_of(run_dir, 6)
     assert result["metric"] == "fd_latent" and result["value"] > 0 and result["metrics"]["fd_latent"] == result["value"]
-    wanted = {"step": 6, "images": 96, "n": 20, "solver": "heun", "solver_steps": 2, "nfe": 4, "cfg": 1.0, "labels": "balanced", "seed": 0,
-              "weights": "ema", "time": "t=0 noise, t=1 data", "path": "linear", "prediction": "velocity", "rtol": None, "resize": None}
+    wanted = {
+        "step": 6,
+        "images": 96,
+        "n": 20,
+        "solver": "heun",
+        "solver_steps": 2,
+        "nfe": 4,
+        "cfg": 1.0,
+        "labels": "balanced",
+        "seed": 0,
+        "weights": "ema",
+        "time": "t=0 noise, t=1 data",
+        "path": "linear",
+        "prediction": "velocity",
+        "rtol": None,
+        "resize": None,
+    }
     assert {key: result[key] for key in wanted} == wanted
     assert result["ema"] and result["features"]["hash"] == "none" and len(result["reference"]["hash"]) == 64
     assert {"torch", "numpy", "clean-fid", "vr_online"} <= set(result["versions"])
@@ -102,7 +131,11 @@ def test_other_settings_are_kept_apart_and_compare_refuses_them(run_dir, tmp_pat
     results.write(twin / "evals/6/result.json", other)
     assert cli.main(["compare", str(run_dir), str(twin)]) == 2
     message = capsys.readouterr().err
-    for line in (f"n: 20 ({run_dir}), 30 ({twin})", f"solver: heun ({run_dir}), euler ({twin})", f"weights: ema ({run_dir}), raw ({twin})"):
+    for line in (
+        f"n: 20 ({run_dir}), 30 ({twin})",
+        f"solver: heun ({run_dir}), euler ({twin})",
+        f"weights: ema ({run_dir}), raw ({twin})",
+    ):
         assert line in message
 
 
@@ -127,10 +160,18 @@ def test_a_half_written_checkpoint_is_named_and_the_others_evaluated(run_dir, ca
     assert fid(run_dir, "--all") == 0 and not (run_dir / "evals/4/result.json").exists()
 
 
-@pytest.mark.parametrize("words, why", [
-    (["solver=huen"], "solver"), (["nn=3"], "nn"), (["reference=none.npz"], "none.npz: no such file"), (["features=inception(none.pt)"], "none.pt"),
-    (["--steps", "7"], "step 7"), (["--steps", "a"], "whole numbers"), (["metrics=[fd, is]"], "no classifier"),
-])
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["solver=huen"], "solver"),
+        (["nn=3"], "nn"),
+        (["reference=none.npz"], "none.npz: no such file"),
+        (["features=inception(none.pt)"], "none.pt"),
+        (["--steps", "7"], "step 7"),
+        (["--steps", "a"], "whole numbers"),
+        (["metrics=[fd, is]"], "needs a classifier"),
+    ],
+)
 def test_mistakes_are_told_in_one_line(run_dir, capsys, words, why):
     assert fid(run_dir, *words) == 2
     captured = capsys.readouterr()
@@ -139,7 +180,12 @@ def test_mistakes_are_told_in_one_line(run_dir, capsys, words, why):
 
 
 def test_no_run_and_no_words(tmp_path, capsys):
-    assert fid(tmp_path / "none") == 2 and fid(tmp_path) == 2 and cli.main(["compare", str(tmp_path / "none")]) == 2 and cli.main([]) == 0
+    assert (
+        fid(tmp_path / "none") == 2
+        and fid(tmp_path) == 2
+        and cli.main(["compare", str(tmp_path / "none")]) == 2
+        and cli.main([]) == 0
+    )
     assert "no such run" in capsys.readouterr().err
 
 
@@ -189,7 +235,9 @@ def test_a_watcher_takes_checkpoints_as_they_appear_and_ends_with_the_run(run_di
     late = tmp_path / "late"
     (run_dir / "checkpoints/6").rename(late)
     seen = []
-    watcher = threading.Thread(target=lambda: Offline(run_dir, progress=False).watch(lambda r: seen.append(r["step"]), interval=0.05))
+    watcher = threading.Thread(
+        target=lambda: Offline(run_dir, progress=False).watch(lambda r: seen.append(r["step"]), interval=0.05)
+    )
     watcher.start()
     deadline = time.monotonic() + 60
     while len(seen) < 2 and time.monotonic() < deadline:

@@ -108,13 +108,24 @@ def test_statistics_of_another_extractor_are_refused(folder, tmp_path):
 def test_clean_fid_and_adm_files_are_read_as_they_are(tmp_path):
     mu, sigma = np.ones(4), np.eye(4)
     np.savez(tmp_path / "cifar10_clean_train_32.npz", mu=mu, sigma=sigma)
-    np.savez(tmp_path / "VIRTUAL.npz", arr_0=np.zeros((2, 4, 4, 3), np.uint8), mu=mu.astype(np.float32), sigma=sigma, mu_s=mu, sigma_s=sigma)
+    np.savez(
+        tmp_path / "VIRTUAL.npz",
+        arr_0=np.zeros((2, 4, 4, 3), np.uint8),
+        mu=mu.astype(np.float32),
+        sigma=sigma,
+        mu_s=mu,
+        sigma_s=sigma,
+    )
     plain, adm = Statistics.load(tmp_path / "cifar10_clean_train_32.npz"), Statistics.load(tmp_path / "VIRTUAL.npz")
     assert (plain.protocol, adm.protocol) == ("plain", "adm")
     assert plain.hash == adm.hash
 
     inception = Colours()
-    inception.name, inception.metric, inception.preprocessing = "inception", "fid_legacy_tensorflow", {"resize": "legacy_tensorflow"}
+    inception.name, inception.metric, inception.preprocessing = (
+        "inception",
+        "fid_legacy_tensorflow",
+        {"resize": "legacy_tensorflow"},
+    )
     check_reference(adm, inception, 4)
     assert metric_name(adm, inception) == "fid_adm" and metric_name(plain, inception) == "fid_legacy_tensorflow"
     inception.metric, inception.preprocessing = "fid_clean", {"resize": "clean"}
@@ -122,13 +133,16 @@ def test_clean_fid_and_adm_files_are_read_as_they_are(tmp_path):
         check_reference(adm, inception, 4)
 
 
-@pytest.mark.parametrize("arrays, why", [
-    ({"mu": np.ones(4)}, "no array sigma"),
-    ({"mu": np.ones(4), "sigma": np.eye(3)}, r"\(4,\).*\(3, 3\)"),
-    ({"mu": np.ones(4), "sigma": np.full((4, 4), np.nan)}, "not finite"),
-    ({"mu": np.ones(4), "sigma": np.triu(np.ones((4, 4)))}, "not symmetric"),
-    ({"mu": np.array([{}]), "sigma": np.eye(1)}, "not a whole npz"),
-])
+@pytest.mark.parametrize(
+    "arrays, why",
+    [
+        ({"mu": np.ones(4)}, "no array sigma"),
+        ({"mu": np.ones(4), "sigma": np.eye(3)}, r"\(4,\).*\(3, 3\)"),
+        ({"mu": np.ones(4), "sigma": np.full((4, 4), np.nan)}, "not finite"),
+        ({"mu": np.ones(4), "sigma": np.triu(np.ones((4, 4)))}, "not symmetric"),
+        ({"mu": np.array([{}]), "sigma": np.eye(1)}, "not a whole npz"),
+    ],
+)
 def test_arrays_that_are_no_statistics_are_refused_by_name(tmp_path, arrays, why):
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(UserError, match=why) as error:

@@ -112,7 +112,19 @@ class Accumulator:
         return np.concatenate([self.features[b] for b in sorted(self.features)])
 
 
-ARRAYS = ("fingerprint", "batches", "evaluations", "n", "total", "outer", "count", "neg_entropy", "marginal", "features", "sizes")
+ARRAYS = (
+    "fingerprint",
+    "batches",
+    "evaluations",
+    "n",
+    "total",
+    "outer",
+    "count",
+    "neg_entropy",
+    "marginal",
+    "features",
+    "sizes",
+)
 
 
 class Segments:
@@ -171,4 +183,3 @@ class Segments:
         """Removes all saved sums, this evaluation's and others'."""
         for path in [*self.folder.glob("sums-*.npz"), *self.folder.glob(".sums-*.part")]:
             path.unlink(missing_ok=True)
-

@@ -143,7 +143,8 @@ class Claim:
 
 def _create(path: Path, nonce: str) -> bool:
     """Creates the claim unless there is one. Until its contents are there, readers take it for live by its age."""
-    claim = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": nonce, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    claim = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": nonce, "since": since}
     try:
         with open(path, "x") as file:
             json.dump(claim, file)

@@ -33,6 +33,14 @@ from typing import Any, Optional
 
 from vr_online.errors import UserError
 
+EVALUATE_HELP = """Evaluate checkpoints of a run.
+
+key=value is any key of the section `evaluation` (n=1000, solver=heun, steps=25, cfg=1.5, features=effnet_lite0,
+reference=x.npz, 'metrics=[fd, kid]', ...), or a full key such as data.shards=PATH.
+"""
+STATS_HELP = "Make reference statistics. How images were prepared, and a hash of it, is written into the file."
+COMPARE_HELP = "Table runs, best first. Exits with status 2, naming what differs, when the numbers are not comparable."
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="RUN | stats SRC | compare RUN...", help="see above")
@@ -48,26 +56,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parser(usage: str, text: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"vr-online fid {usage}".rstrip(), description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        prog=f"vr-online fid {usage}".rstrip(), description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
-    parser.add_argument("--download", action="store_true", help="let clean-fid fetch a missing Inception to the path in `features`")
+    parser.add_argument(
+        "--download", action="store_true", help="let clean-fid fetch a missing Inception to the path in `features`"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def _evaluate_parser() -> argparse.ArgumentParser:
-    parser = _parser("", "Evaluate checkpoints of a run.\n\nkey=value is any key of the section `evaluation` (n=1000, solver=heun, steps=25, cfg=1.5,\n"
-                         "features=effnet_lite0, reference=x.npz, 'metrics=[fd, kid]', ...), or a full key such as data.shards=PATH.")
+    parser = _parser("", EVALUATE_HELP)
     parser.add_argument("run", metavar="RUN", help="run directory, or one checkpoint folder of it")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="other settings than the run's")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--steps", metavar="A,B,...", help="evaluate these steps (default: the newest checkpoint)")
     which.add_argument("--all", action="store_true", help="evaluate every checkpoint that has no result")
-    which.add_argument("--watch", action="store_true", help="evaluate every checkpoint, now and as they appear, until the run's last step")
+    which.add_argument("--watch", action="store_true", help="evaluate every checkpoint as it appears, to the run's last")
     parser.add_argument("--force", action="store_true", help="evaluate again where there is a result")
-    parser.add_argument("--interval", type=float, default=30, metavar="S", help="seconds between two looks of --watch (default 30)")
+    parser.add_argument(
+        "--interval", type=float, default=30, metavar="S", help="seconds between two looks of --watch (default 30)"
+    )
     parser.add_argument("--give-up", type=float, metavar="S", help="end --watch after S seconds without a new checkpoint")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
     _add_device(parser)
@@ -75,13 +88,24 @@ def _evaluate_parser() -> argparse.ArgumentParser:
 
 
 def _stats_parser() -> argparse.ArgumentParser:
-    parser = _parser("stats", "Make reference statistics. How images were prepared, and a hash of it, is written into the file.")
-    parser.add_argument("source", metavar="SRC", help="folder of images, tar, 'pattern*.tar', folder of tars, or latent shards (decoded for image features)")
+    parser = _parser("stats", STATS_HELP)
+    parser.add_argument(
+        "source", metavar="SRC", help="folder of images or of tars, tar, 'pattern*.tar', or latent shards (decoded)"
+    )
     parser.add_argument("--out", required=True, help="npz to write")
-    parser.add_argument("--features", default="latent", help="latent, inception(PATH), effnet_lite0, torchscript(PATH) (default: latent)")
-    parser.add_argument("--resize", default="clean", choices=("clean", "legacy_tensorflow", "legacy_pytorch"), help="for inception (default: clean)")
+    parser.add_argument(
+        "--features", default="latent", help="latent, inception(PATH), effnet_lite0, torchscript(PATH) (default: latent)"
+    )
+    parser.add_argument(
+        "--resize",
+        default="clean",
+        choices=("clean", "legacy_tensorflow", "legacy_pytorch"),
+        help="for inception (default: clean)",
+    )
     parser.add_argument("--size", type=int, help="centre-crop images to SIZE x SIZE first, as ADM does (default: leave them)")
-    parser.add_argument("--keep-features", action="store_true", help="also keep every feature vector, for KID and precision / recall")
+    parser.add_argument(
+        "--keep-features", action="store_true", help="also keep every feature vector, for KID and precision / recall"
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--codec-path", help="weights of the shards' codec (default: where they were when encoding)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -90,11 +114,17 @@ def _stats_parser() -> argparse.ArgumentParser:
 
 
 def _compare_parser() -> argparse.ArgumentParser:
-    parser = _parser("compare", "Table runs, best first. Exits with status 2, naming what differs, when the numbers are not comparable.")
+    parser = _parser("compare", COMPARE_HELP)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("--best", action="store_true", help="each run's best evaluation instead of its last")
     parser.add_argument("--step", type=int, help="only evaluations of this step")
-    parser.add_argument("--where", action="append", default=[], metavar="field=value", help="choose among several settings, such as --where n=50000")
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="field=value",
+        help="choose among several settings, such as --where n=50000",
+    )
     return parser
 
 
@@ -147,7 +177,8 @@ def _report(result: dict[str, Any]) -> None:
     from tqdm import tqdm
 
     numbers = "  ".join(f"{name} {value:.5g}" for name, value in result["metrics"].items())
-    tqdm.write(f"step {result['step']}: {numbers}  (n {result['n']}, {result['solver']}, nfe {result['nfe']:g}, cfg {result['cfg']:g}, {result['weights']})")
+    how = f"n {result['n']}, {result['solver']}, nfe {result['nfe']:g}, cfg {result['cfg']:g}, {result['weights']}"
+    tqdm.write(f"step {result['step']}: {numbers}  ({how})")
 
 
 def _start(device: Optional[str]) -> tuple[Any, Any, Any]:
@@ -179,14 +210,22 @@ def _stats(args: argparse.Namespace) -> None:
 
     try:
         source = open_source(args.source, args.size)
-        extractor = build_extractor(args.features, resize=args.resize, device=device, info=getattr(source, "info", None), download=args.download)
+        extractor = build_extractor(
+            args.features, resize=args.resize, device=device, info=getattr(source, "info", None), download=args.download
+        )
         statistics = compute_statistics(
-            source, extractor, codec=source_codec(source, extractor, args.codec_path), batch_size=args.batch_size,
-            keep_features=args.keep_features, group=group, progress=not args.quiet,
+            source,
+            extractor,
+            codec=source_codec(source, extractor, args.codec_path),
+            batch_size=args.batch_size,
+            keep_features=args.keep_features,
+            group=group,
+            progress=not args.quiet,
         )
         if group.is_main:
             statistics.save(args.out)
-            print(f"{args.out}: {statistics.moments.n} samples, {statistics.moments.dim} features of {extractor.name}, hash {statistics.hash[:16]}")
+            found = statistics.moments
+            print(f"{args.out}: {found.n} samples, {found.dim} features of {extractor.name}, hash {statistics.hash[:16]}")
     finally:
         close()
 

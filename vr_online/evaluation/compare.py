@@ -63,7 +63,10 @@ def check_comparable(results: dict[str, dict[str, Any]]) -> None:
         if len({repr(value) for value in values.values()}) > 1:
             problems.append(f"  {name}: {_who_has_what(values)}")
     if problems:
-        raise NotComparable("these numbers cannot be ranked, since they differ in\n" + "\n".join(problems) + "\nevaluate the runs again with the same settings")
+        listed = "\n".join(problems)
+        raise NotComparable(
+            f"these numbers cannot be ranked, since they differ in\n{listed}\nevaluate the runs again with the same settings"
+        )
 
 
 def _who_has_what(values: dict[str, Any]) -> str:
@@ -83,7 +86,8 @@ def table(results: dict[str, dict[str, Any]], ranked: bool = True) -> str:
     rows = [{**result, "run": who} for who, result in results.items()]
     if ranked:
         rows.sort(key=lambda row: row["value"])
-    others = list(dict.fromkeys(name for row in rows for name in row["metrics"] if name != row["metric"] and not name.endswith("_std")))
+    names = dict.fromkeys(name for row in rows for name in row["metrics"] if not name.endswith("_std"))
+    others = [name for name in names if name not in {row["metric"] for row in rows}]
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     head = [*("/".join(metrics) if c == "value" else c for c in COLUMNS), *others]
     cells = [[_cell(row.get(c)) for c in COLUMNS] + [_cell(row["metrics"].get(o)) for o in others] for row in rows]

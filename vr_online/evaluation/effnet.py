@@ -82,7 +82,9 @@ def export(path: Path, size: int) -> None:
             )
         os.replace(aside, path)
     except OSError as error:
-        raise UserError(f"{path}: cannot write the exported network: {error}; set VR_ONLINE_CACHE to a writable folder") from None
+        raise UserError(
+            f"{path}: cannot write the exported network: {error}; set VR_ONLINE_CACHE to a writable folder"
+        ) from None
     finally:
         aside.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
 """Evaluates a model or a checkpoint: samples, features, distances, `result.json`.
 
-    result = evaluate_model(model, flow, config, info)                  # in memory, nothing written
-    result = evaluate_checkpoint(run_dir / "checkpoints" / "5000")      # into evals/5000/
+result = evaluate_model(model, flow, config, info)                  # in memory, nothing written
+result = evaluate_checkpoint(run_dir / "checkpoints" / "5000")      # into evals/5000/
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from vr_online.evaluation import results
 from vr_online.evaluation.accumulate import Segments
 from vr_online.evaluation.features import Extractor, build_extractor, to_uint8
 from vr_online.evaluation.group import Group
-from vr_online.evaluation.measure import measure
-from vr_online.evaluation.samples import SampleKeeper, prune_samples
-from vr_online.evaluation.statistics import Statistics, check_reference, digest, load_reference
+from vr_online.evaluation.measure import Measurement, measure
+from vr_online.evaluation.samples import SampleKeeper
+from vr_online.evaluation.statistics import (
+    Statistics,
+    check_reference,
+    digest,
+    load_reference,
+    open_reference,
+)
 
 GRID = 64
 """Samples shown in samples.png."""
@@ -44,8 +50,15 @@ class Task:
 
     @classmethod
     def prepare(
-        cls, config: Config, info: Any, *, group: Optional[Group] = None, device: torch.device | str = "cpu",
-        cache: Optional[Path] = None, download: bool = False, progress: bool = True,
+        cls,
+        config: Config,
+        info: Any,
+        *,
+        group: Optional[Group] = None,
+        device: torch.device | str = "cpu",
+        cache: Optional[Path] = None,
+        download: bool = False,
+        progress: bool = True,
     ) -> "Task":
         """Builds the extractor and reads the reference; all ranks call it.
 
@@ -66,18 +79,44 @@ class Task:
         except Exception as failure:
             error = failure
         group.raise_together(error)
-        reference = _reference(config, extractor, group, cache, progress)
+        reference = load_reference(
+            _reference_of(config),
+            extractor,
+            group=group,
+            cache=cache,
+            codec_path=settings.codec_path,
+            batch_size=settings.batch_size,
+            keep_features=_needs_features(settings),
+            progress=progress,
+        )
         task = cls(settings, info, extractor, reference, codec)
         try:
-            check_reference(reference, extractor, task.feature_dim())
+            task.try_out()
         except Exception as failure:
             error = failure
         group.raise_together(error)
         return task
 
-    def feature_dim(self) -> int:
-        """Length of a feature vector, from one empty sample."""
-        return self.extractor(self.to_space(torch.zeros(1, *self.info.latent_shape))).shape[1]
+    @staticmethod
+    def check(config: Config, info: Any) -> None:
+        """Looks whether `prepare` can work, without computing the statistics of a data set. One process calls it.
+
+        Raises:
+            UserError: as `prepare`.
+        """
+        settings = config.evaluation
+        extractor = build_extractor(settings.features, resize=settings.resize, info=info)
+        codec = _codec(info, settings, "cpu", needed=extractor.space == "image")
+        reference = open_reference(_reference_of(config), _needs_features(settings))
+        if isinstance(reference, Statistics):
+            Task(settings, info, extractor, reference, codec).try_out()
+
+    def try_out(self) -> None:
+        """Sends one empty sample through; raises `UserError` when the reference or a metric does not fit the extractor."""
+        features = self.extractor(self.to_space(torch.zeros(1, *self.info.latent_shape, device=self.extractor.device)))
+        check_reference(self.reference, self.extractor, features.shape[1])
+        if "is" in self.settings.metrics:
+            self.extractor.class_probabilities(features)
 
     def to_space(self, latents: torch.Tensor) -> torch.Tensor:
         """Raw latents (B, C, H, W) to what the extractor takes."""
@@ -102,15 +141,18 @@ def _codec(info: Any, settings: EvaluationConfig, device: torch.device | str, ne
         return None
 
 
-def _reference(config: Config, extractor: Extractor, group: Group, cache: Optional[Path], progress: bool) -> Statistics:
-    settings = config.evaluation
-    reference = settings.reference or config.data.dataset or config.data.shards
+def _reference_of(config: Config) -> str:
+    """`evaluation.reference`, or else the run's own shards."""
+    reference = config.evaluation.reference or config.data.dataset or config.data.shards
     if not isinstance(reference, str):
-        raise UserError("evaluation.reference: say against what to measure: an npz from `vr-online fid stats`, or a folder of latent shards")
-    return load_reference(
-        reference, extractor, group=group, cache=cache, codec_path=settings.codec_path, batch_size=settings.batch_size,
-        keep_features=bool({"kid", "pr"} & set(settings.metrics)), progress=progress,
-    )
+        raise UserError(
+            "evaluation.reference: say against what to measure: an npz from `vr-online fid stats`, or a folder of latent shards"
+        )
+    return reference
+
+
+def _needs_features(settings: EvaluationConfig) -> bool:
+    return bool({"kid", "pr"} & set(settings.metrics))
 
 
 class ModelGenerator:
@@ -144,35 +186,44 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
         model.train(training)
 
 
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where the weights come from.
+
+    Attributes:
+        step, images: training steps and images they have seen.
+        ema: which average they are, in words.
+        identity: changes with the weights; partial sums of others are not continued from.
+    """
+
+    step: int = 0
+    images: int = 0
+    ema: str = ""
+    identity: str = ""
+
+
 def evaluate_model(
     model: torch.nn.Module,
     flow: Any,
     config: Config,
     info: Any,
     *,
+    origin: Origin = Origin(),
     task: Optional[Task] = None,
-    step: int = 0,
-    images: int = 0,
-    ema: str = "",
     group: Optional[Group] = None,
     folder: Optional[Path] = None,
-    identity: str = "",
     heartbeat: Optional[Callable[[], None]] = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Evaluates a model as `config.evaluation` says; all ranks of `group` call it with the same weights.
 
-    Global random state is left as it was.
-
     Args:
         model: predicts as `flow` says; put into evaluation mode meanwhile.
         flow: path and prediction.
         info: the run's `DatasetInfo`.
+        origin: recorded in the result.
         task: from `Task.prepare`, to reuse its network and reference.
-        step, images: recorded in the result.
-        ema: recorded: which average the weights are.
         folder: `evals/<step>`; gets result.json, samples.png and, while it runs, partial sums. None writes nothing.
-        identity: of the weights; partial sums of others are not continued from.
         heartbeat: called on the main rank after every batch; may raise.
 
     Returns:
@@ -181,32 +232,48 @@ def evaluate_model(
     Raises:
         UserError: on every rank.
     """
-    group = group or Group()
-    device = next(model.parameters()).device
-    task = task or Task.prepare(config, info, group=group, device=device, progress=progress)
-    settings = task.settings
-    partial = folder / "partial" if folder else None
+    group, parameter = group or Group(), next(model.parameters())
+    task = task or Task.prepare(config, info, group=group, device=parameter.device, progress=progress)
     with _evaluating(model), torch.no_grad():
         generate = ModelGenerator(model, flow, task)
-        keeper = SampleKeeper(partial, _denormalised(task)) if partial and settings.keep else None
-        measurement = measure(
-            generate, task.extractor, task.reference, n=settings.n, batch_size=settings.batch_size, metrics=tuple(settings.metrics),
-            seed=settings.seed, group=group, segments=Segments(partial, fingerprint(task, flow, identity)) if partial else None,
-            keeper=keeper, heartbeat=heartbeat, progress=progress,
-        )
-        grid = _grid(generate, task) if folder and group.is_main else None
-    result = results.build(
-        measurement, settings, task.extractor, task.reference, step=step, images=images, ema=ema, flow=flow,
-        codec_hash=info.codec_hash, world_size=group.world_size,
-    )
-    error = None
-    if folder and group.is_main:
+        keeper = SampleKeeper(folder / "partial", _denormalised(task)) if folder and task.settings.keep else None
+        segments = Segments(folder / "partial", fingerprint(task, flow, origin.identity)) if folder else None
+        measurement = _measure(generate, task, group, segments, keeper, heartbeat, progress)
+        result = results.build(measurement, task, origin, flow, world_size=group.world_size, dtype=parameter.dtype)
+        error = None
         try:
-            _write(folder, result, settings, grid, keeper)
+            if folder and group.is_main:
+                _write(folder, result, task.settings, _grid(generate, task), keeper)
         except Exception as failure:
             error = failure
-    group.raise_together(error)
+        group.raise_together(error)
     return group.from_main(result)
+
+
+def _measure(
+    generate: ModelGenerator,
+    task: Task,
+    group: Group,
+    segments: Optional[Segments],
+    keeper: Optional[SampleKeeper],
+    heartbeat: Optional[Callable[[], None]],
+    progress: bool,
+) -> Measurement:
+    settings = task.settings
+    return measure(
+        generate,
+        task.extractor,
+        task.reference,
+        n=settings.n,
+        batch_size=settings.batch_size,
+        metrics=tuple(settings.metrics),
+        seed=settings.seed,
+        group=group,
+        segments=segments,
+        keeper=keeper,
+        heartbeat=heartbeat,
+        progress=progress,
+    )
 
 
 def _denormalised(task: Task) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -217,8 +284,10 @@ def _denormalised(task: Task) -> Callable[[torch.Tensor], torch.Tensor]:
 def fingerprint(task: Task, flow: Any, identity: str) -> str:
     """Changes with anything that the sums of a batch depend on."""
     settings = {key: getattr(task.settings, key) for key in results.SETTINGS if key not in ("reference", "metrics")}
-    kept = sorted({"kid", "pr", "is"} & set(task.settings.metrics))
-    return digest([settings, kept, task.extractor.describe(), task.info.codec_hash, flow.path.name, flow.prediction, identity])
+    kept = [*sorted({"kid", "pr", "is"} & set(task.settings.metrics)), task.settings.keep > 0]
+    return digest(
+        [settings, kept, task.extractor.describe(), task.info.codec_hash, flow.path.name, flow.prediction, identity]
+    )
 
 
 def _grid(generate: ModelGenerator, task: Task) -> Optional[np.ndarray]:
@@ -234,7 +303,13 @@ def _grid(generate: ModelGenerator, task: Task) -> Optional[np.ndarray]:
     return image_grid(torch.cat(images).permute(0, 2, 3, 1).cpu().numpy(), columns)
 
 
-def _write(folder: Path, result: dict[str, Any], settings: EvaluationConfig, grid: Optional[np.ndarray], keeper: Optional[SampleKeeper]) -> None:
+def _write(
+    folder: Path,
+    result: dict[str, Any],
+    settings: EvaluationConfig,
+    grid: Optional[np.ndarray],
+    keeper: Optional[SampleKeeper],
+) -> None:
     """Everything of a finished evaluation; result.json last, since it says that all is there."""
     from vr_online.monitor.grid import save_png
 
@@ -246,7 +321,10 @@ def _write(folder: Path, result: dict[str, Any], settings: EvaluationConfig, gri
             target = folder / ("samples.npz" if settings.keep_format == "npz" else "samples")
             keeper.join(target, settings.n, -(-settings.n // settings.batch_size))
     except OSError as error:
-        raise UserError(f"{folder}: cannot write samples: {error.strerror or error}; free space and evaluate again, finished samples are kept") from None
+        reason = error.strerror or error
+        raise UserError(
+            f"{folder}: cannot write samples: {reason}; free space and evaluate again, finished samples are kept"
+        ) from None
     results.write(folder / "result.json", result)
     Segments(folder / "partial", "").clear()
     with contextlib.suppress(OSError):

@@ -81,7 +81,9 @@ class Extractor:
         Raises:
             UserError: this extractor has no classifier.
         """
-        raise UserError(f"evaluation.metrics asks for `is`, but {self.name} has no classifier; use inception(PATH) with the TorchScript file")
+        raise UserError(
+            f"evaluation.metrics: `is` needs a classifier, which {self.name} has not; use inception(PATH), the TorchScript file"
+        )
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "metric": self.metric, "hash": self.hash, "preprocessing": self.preprocessing}
@@ -151,7 +153,9 @@ class InceptionExtractor(Extractor):
 
     name = "inception"
 
-    def __init__(self, path: str | os.PathLike, resize: str = "clean", device: torch.device | str = "cpu", download: bool = False):
+    def __init__(
+        self, path: str | os.PathLike, resize: str = "clean", device: torch.device | str = "cpu", download: bool = False
+    ):
         file = _find_inception(path, download)
         self.hash = file_hash(file)
         self.device = torch.device(device)
@@ -181,7 +185,9 @@ class InceptionExtractor(Extractor):
     def class_probabilities(self, features: torch.Tensor) -> torch.Tensor:
         weight = self.network.state_dict().get("output.weight")
         if weight is None:
-            raise UserError(f"{self.path}: no `output.weight`, so no Inception Score; use the TorchScript file {INCEPTION_FILE}")
+            raise UserError(
+                f"{self.path}: no `output.weight`, so no Inception Score; use the TorchScript file {INCEPTION_FILE}"
+            )
         weight = weight if weight.shape[1] == features.shape[1] else weight.T
         # Without the bias, as the original Inception Score.
         return torch.softmax(features.double() @ weight.to(features.device, torch.float64).T, dim=1)
@@ -227,7 +233,9 @@ def _load_script(file: Path) -> torch.jit.ScriptModule:
             warnings.simplefilter("ignore", FutureWarning)  # the file's format is given, whatever torch recommends
             return torch.jit.load(str(file), map_location="cpu").eval()
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"{file}: not a TorchScript file, or damaged ({str(error).splitlines()[0]}); fetch it again") from None
+        raise UserError(
+            f"{file}: not a TorchScript file, or damaged ({str(error).splitlines()[0]}); fetch it again"
+        ) from None
 
 
 def _load_inception(file: Path) -> torch.jit.ScriptModule:
@@ -242,7 +250,9 @@ def _load_weights(file: Path, resize: str) -> torch.nn.Module:
     from cleanfid import inception_pytorch
 
     if resize == "legacy_tensorflow":
-        raise UserError(f"{file}: resize legacy_tensorflow lies inside the TorchScript file {INCEPTION_FILE}; give that one, or another resize")
+        raise UserError(
+            f"{file}: resize legacy_tensorflow is part of the TorchScript file {INCEPTION_FILE}; give that, or another resize"
+        )
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
         original = inception_pytorch.load_state_dict_from_url
@@ -316,7 +326,10 @@ def build_extractor(
         from vr_online.evaluation.effnet import EffnetExtractor
 
         return EffnetExtractor(_size(spec, arguments) or 96)
-    raise UserError(f"evaluation.features {spec!r}: expected latent, inception(PATH), effnet_lite0, effnet_lite0(SIZE), torchscript(PATH) or torchscript(PATH, SIZE)")
+    raise UserError(
+        f"evaluation.features {spec!r}: expected latent, inception(PATH), effnet_lite0, effnet_lite0(SIZE), torchscript(PATH) "
+        "or torchscript(PATH, SIZE)"
+    )
 
 
 def _size(spec: str, arguments: list[str]) -> Optional[int]:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
@@ -23,19 +24,28 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from vr_online import checkpoint
 from vr_online.config import Config, EvaluationConfig
 from vr_online.errors import UserError
 from vr_online.evaluation import results
 from vr_online.evaluation.claims import FILE as CLAIM_FILE
 from vr_online.evaluation.claims import claimed_steps, is_live
-from vr_online.evaluation.evaluate import Task, evaluate_model
+from vr_online.evaluation.evaluate import Origin, Task, evaluate_model
 from vr_online.evaluation.group import Group
 from vr_online.evaluation.offline import identity
 from vr_online.evaluation.samples import prune_samples
 
 POLL_S = 2.0
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CROSS_RANK",
+    "CROSS_SIZE",
+    "LOCAL_SIZE",
+)
 
 
 @contextlib.contextmanager
@@ -89,22 +99,19 @@ class Evaluator:
             self._check()
 
     def _check(self) -> None:
-        """Finds out before the first step whether evaluations can work; elsewhere (a command template) the paths may differ."""
-        if self.settings.mode == "inline":
+        """Finds out before the first step whether evaluations can work."""
+        error = None
+        try:
             with untouched_randomness():
-                self._task = self._prepare(self.group, self.device)
-        elif not self.settings.command:
-            error = None
-            try:
-                if self.group.is_main:
-                    with untouched_randomness():
-                        self._prepare(Group(), torch.device("cpu"))
-            except UserError as failure:
-                error = failure
-            self.group.raise_together(error)
-
-    def _prepare(self, group: Group, device: torch.device) -> Task:
-        return Task.prepare(self.config, self.info, group=group, device=device, cache=self.run_dir / "evals")
+                if self.settings.mode == "inline":
+                    self._task = Task.prepare(
+                        self.config, self.info, group=self.group, device=self.device, cache=self.run_dir / "evals"
+                    )
+                elif self.group.is_main and not self.settings.command:  # where a template leads, paths may differ
+                    Task.check(self.config, self.info)
+        except UserError as failure:
+            error = failure
+        self.group.raise_together(error)
 
     def due(self, step: int) -> bool:
         """Whether the checkpoint of this step is to be evaluated."""
@@ -129,17 +136,25 @@ class Evaluator:
 
     def _inline(self, run: Any) -> None:
         path = self.run_dir / "checkpoints" / str(run.step)
-        try:
-            with untouched_randomness():
+        with untouched_randomness():
+            model = run.average_model(self.settings.weights)
+            try:
                 result = evaluate_model(
-                    run.average_model(self.settings.weights), run.flow, self.config, self.info, task=self._task, step=run.step,
-                    images=run.images, ema=getattr(run.ema.decay, "name", ""), group=self.group, folder=self._folder(run.step),
-                    identity=identity(path) if path.exists() else str(run.step),
+                    model,
+                    run.flow,
+                    self.config,
+                    self.info,
+                    origin=Origin(run.step, run.images, run.ema.decay.name, identity(path)),
+                    task=self._task,
+                    group=self.group,
+                    folder=self._folder(run.step),
                 )
-        except UserError as error:
-            # Raised on every rank alike: a run of weeks does not end because one evaluation could not.
-            self.failed(run.step, str(error))
-            return
+            except Exception as error:
+                # Raised on every rank alike. A run of weeks does not end because one evaluation could not.
+                if not isinstance(error, UserError):
+                    traceback.print_exc()
+                self.failed(run.step, f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+                return
         self._last = result
         if self.group.is_main:
             results.publish(self.run_dir, result, self.settings, self._folder(run.step) / "samples.png")
@@ -210,7 +225,8 @@ class Detached:
             return
         self.poll(now=True)
         if local := [job for job in self.running if job.process]:
-            tqdm.write(f"waiting for the evaluation of step {', '.join(str(s) for s in sorted({*self.queue, *(j.step for j in local)}))}")
+            steps = sorted({*self.queue, *(job.step for job in local)})
+            tqdm.write(f"waiting for the evaluation of step {', '.join(map(str, steps))}")
         while self.queue or any(job.process for job in self.running):
             time.sleep(0.2)
             self.poll(now=True)
@@ -230,8 +246,12 @@ class Detached:
             (log.parent / "result.json").unlink(missing_ok=True)  # of a run that went on from an earlier step
             with open(log, "w") as output:
                 process = subprocess.Popen(
-                    _command(settings, run_dir, steps), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    env=_environment(settings), start_new_session=True,
+                    _command(settings, run_dir, steps),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(settings),
+                    start_new_session=True,
                 )
         except (OSError, ValueError, KeyError, IndexError) as error:
             self.evaluator.failed(steps[0], f"the job could not be started: {type(error).__name__}: {error}")

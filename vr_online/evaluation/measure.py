@@ -84,10 +84,12 @@ def measure(
     start, group = time.monotonic(), group or Group()
     total = Accumulator(n, keep_features=bool({"kid", "pr"} & set(metrics)), with_score="is" in metrics)
     done = _continue(total, segments, group, extractor)
-    todo = [b for b in range(-(-n // batch_size)) if b not in done]
-    continued = n - sum(min(batch_size, n - b * batch_size) for b in todo)
-    with tqdm(initial=continued, total=n, unit="sample", desc=f"evaluating ({extractor.metric})", leave=False, disable=not (progress and group.is_main)) as bar:
-        _run_batches(generate, extractor, total, todo, n, batch_size, group, segments, keeper, heartbeat, bar)
+    loop = _Loop(generate, extractor, total, n, batch_size, group, segments, keeper, heartbeat)
+    todo = [batch for batch in range(-(-n // batch_size)) if batch not in done]
+    continued = n - loop.samples(todo)
+    shown = progress and group.is_main
+    with tqdm(initial=continued, total=n, unit="sample", desc=extractor.metric, leave=False, disable=not shown) as bar:
+        loop.run(todo, bar)
     values = _finish(total, extractor, reference, metrics, seed, group)
     assert values.pop("n") == n, "an evaluation counted another number of samples than it was asked for"
     nfe = values.pop("nfe")
@@ -110,44 +112,56 @@ def _continue(total: Accumulator, segments: Optional[Segments], group: Group, ex
     return {batch for _, batches in files for batch in batches}
 
 
-def _run_batches(
-    generate: Generator,
-    extractor: Extractor,
-    total: Accumulator,
-    todo: list[int],
-    n: int,
-    batch_size: int,
-    group: Group,
-    segments: Optional[Segments],
-    keeper: Optional[SampleKeeper],
-    heartbeat: Optional[Callable[[], None]],
-    bar: tqdm,
-) -> None:
-    """Rank r takes every world_size-th batch. All ranks meet after each, so that none waits long and all fail together."""
-    fresh = total.empty_like()
-    mine = todo[group.rank :: group.world_size]
-    for turn in range(-(-len(todo) // group.world_size)):
-        error = None
-        try:
-            if turn < len(mine):
-                first = mine[turn] * batch_size
-                last = min(first + batch_size, n)
-                before = generate.evaluations
-                samples = generate(first, last)
-                features = extractor(samples)
-                for accumulator in (total, fresh) if segments else (total,):
-                    accumulator.add(mine[turn], first, features, generate.evaluations - before, extractor)
-                if keeper:
-                    keeper.keep(mine[turn], samples)
-            if segments and fresh.batches and (segments.due or turn == len(mine) - 1):
-                segments.save(fresh)
-                fresh = total.empty_like()
-            if heartbeat and group.is_main:
-                heartbeat()
-        except Exception as failure:
-            error = failure
-        group.raise_together(error)
-        bar.update(sum(min(batch_size, n - b * batch_size) for b in todo[turn * group.world_size : (turn + 1) * group.world_size]))
+@dataclasses.dataclass
+class _Loop:
+    """The batches of one session. Rank r takes every world_size-th; all ranks meet after each, so that none waits
+    long for another and all fail together."""
+
+    generate: Generator
+    extractor: Extractor
+    total: Accumulator
+    n: int
+    batch_size: int
+    group: Group
+    segments: Optional[Segments]
+    keeper: Optional[SampleKeeper]
+    heartbeat: Optional[Callable[[], None]]
+
+    def samples(self, batches: list[int]) -> int:
+        """Samples in these batches; only the last of all may be short."""
+        return sum(min(self.batch_size, self.n - batch * self.batch_size) for batch in batches)
+
+    def run(self, todo: list[int], bar: tqdm) -> None:
+        self.fresh = self.total.empty_like()
+        world_size = self.group.world_size
+        for start in range(0, len(todo), world_size):
+            turn, error = todo[start : start + world_size], None
+            try:
+                if self.group.rank < len(turn):
+                    self.batch(turn[self.group.rank])
+                self.save(last=start + self.group.rank + world_size >= len(todo))
+                if self.heartbeat and self.group.is_main:
+                    self.heartbeat()
+            except Exception as failure:
+                error = failure
+            self.group.raise_together(error)
+            bar.update(self.samples(turn))
+
+    def batch(self, batch: int) -> None:
+        first = batch * self.batch_size
+        before = self.generate.evaluations
+        samples = self.generate(first, min(first + self.batch_size, self.n))
+        features = self.extractor(samples)
+        for sums in (self.total, self.fresh) if self.segments else (self.total,):
+            sums.add(batch, first, features, self.generate.evaluations - before, self.extractor)
+        if self.keeper:
+            self.keeper.keep(batch, samples)
+
+    def save(self, last: bool) -> None:
+        """Saves the batches since the last save when it is time, and after this rank's last."""
+        if self.segments and self.fresh.batches and (last or self.segments.due):
+            self.segments.save(self.fresh)
+            self.fresh = self.total.empty_like()
 
 
 def _finish(
@@ -164,7 +178,9 @@ def _finish(
     return group.from_main(values)
 
 
-def _values(reduced: Accumulator, extractor: Extractor, reference: Statistics, metrics: tuple[str, ...], seed: int) -> dict[str, float]:
+def _values(
+    reduced: Accumulator, extractor: Extractor, reference: Statistics, metrics: tuple[str, ...], seed: int
+) -> dict[str, float]:
     distance = frechet_distance(reduced.sums.moments(), reference.moments)
     values: dict[str, Any] = {
         metric_name(reference, extractor): distance,

@@ -16,7 +16,7 @@ from vr_online.errors import UserError
 from vr_online.evaluation import results
 from vr_online.evaluation.claims import FILE as CLAIM_FILE
 from vr_online.evaluation.claims import Claim, is_live
-from vr_online.evaluation.evaluate import Task, evaluate_model
+from vr_online.evaluation.evaluate import Origin, Task, evaluate_model
 from vr_online.evaluation.group import Group
 from vr_online.evaluation.samples import prune_samples
 from vr_online.evaluation.statistics import digest
@@ -111,9 +111,16 @@ class Offline:
         self.group.raise_together(error)
         manifest = checkpoint.manifest_of(path)
         result = evaluate_model(
-            loaded.model, loaded.flow, config, loaded.info, task=self._prepared(config, loaded.info), step=manifest["step"],
-            images=manifest["images"], ema=str(manifest.get("ema", "")), group=self.group, folder=self.folder(path), identity=identity(path),
-            heartbeat=claim.check if claim else None, progress=self.progress,
+            loaded.model,
+            loaded.flow,
+            config,
+            loaded.info,
+            origin=Origin(manifest["step"], manifest["images"], str(manifest.get("ema", "")), identity(path)),
+            task=self._prepared(config, loaded.info),
+            group=self.group,
+            folder=self.folder(path),
+            heartbeat=claim.check if claim else None,
+            progress=self.progress,
         )
         if self.group.is_main:
             results.publish(self.run_dir, result, config.evaluation, self.folder(path) / "samples.png")
@@ -125,7 +132,13 @@ class Offline:
         key = digest([config.evaluation.model_dump(), info.to_json()])
         if self._task is None or key != self._task_key:
             self._task = Task.prepare(
-                config, info, group=self.group, device=self.device, cache=self.run_dir / "evals", download=self.download, progress=self.progress
+                config,
+                info,
+                group=self.group,
+                device=self.device,
+                cache=self.run_dir / "evals",
+                download=self.download,
+                progress=self.progress,
             )
             self._task_key = key
         return self._task
@@ -146,7 +159,9 @@ class Offline:
                 report(result)
         return failures
 
-    def watch(self, report: Callable[[dict[str, Any]], None], interval: float = 30.0, give_up: Optional[float] = None) -> list[str]:
+    def watch(
+        self, report: Callable[[dict[str, Any]], None], interval: float = 30.0, give_up: Optional[float] = None
+    ) -> list[str]:
         """Evaluates each checkpoint as it appears, until the last step of the run is done.
 
         Args:

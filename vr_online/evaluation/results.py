@@ -21,12 +21,49 @@ from vr_online.evaluation.statistics import digest
 TIME_CONVENTION = "t=0 noise, t=1 data"
 PACKAGES = ("vr_online", "torch", "numpy", "scipy", "clean-fid", "onnxruntime")
 
-SETTINGS = ("n", "weights", "solver", "steps", "rtol", "atol", "diffusion", "last_step", "last_step_size", "cfg", "cfg_interval",
-            "labels", "dtype", "features", "resize", "reference", "metrics", "seed", "batch_size")
+SETTINGS = (
+    "n",
+    "weights",
+    "solver",
+    "steps",
+    "rtol",
+    "atol",
+    "diffusion",
+    "last_step",
+    "last_step_size",
+    "cfg",
+    "cfg_interval",
+    "labels",
+    "dtype",
+    "features",
+    "resize",
+    "reference",
+    "metrics",
+    "seed",
+    "batch_size",
+)
 """Keys of `evaluation` that a result depends on; the others say when and where it is computed."""
 
-COMPARED = ("metric", "n", "weights", "solver", "solver_steps", "rtol", "atol", "diffusion", "last_step", "last_step_size",
-            "cfg", "cfg_interval", "labels", "features.name", "features.hash", "features.preprocessing", "reference.hash", "time")
+COMPARED = (
+    "metric",
+    "n",
+    "weights",
+    "solver",
+    "solver_steps",
+    "rtol",
+    "atol",
+    "diffusion",
+    "last_step",
+    "last_step_size",
+    "cfg",
+    "cfg_interval",
+    "labels",
+    "features.name",
+    "features.hash",
+    "features.preprocessing",
+    "reference.hash",
+    "time",
+)
 """Fields of a result that must agree before two of them are ranked."""
 
 
@@ -75,28 +112,27 @@ def sampling_fields(settings: EvaluationConfig) -> dict[str, Any]:
     }
 
 
-def build(
-    measurement: Any, settings: EvaluationConfig, extractor: Any, reference: Any, *, step: int, images: int, ema: str, flow: Any,
-    codec_hash: str, world_size: int,
-) -> dict[str, Any]:
+def build(measurement: Any, task: Any, origin: Any, flow: Any, *, world_size: int, dtype: Any) -> dict[str, Any]:
     """The contents of `result.json`.
 
     Args:
         measurement: a `Measurement`.
-        extractor, reference: what it was measured with and against.
-        images: training images seen at `step`.
-        ema: the decay of the averaged weights, in words.
+        task: the `Task` it was measured by.
+        origin: the `Origin` of the weights.
+        flow: path and prediction of the model.
+        dtype: of the weights while sampling.
     """
+    settings, extractor, reference = task.settings, task.extractor, task.reference
     return {
-        "step": step,
-        "images": images,
+        "step": origin.step,
+        "images": origin.images,
         "metric": measurement.metric,
         "value": measurement.value,
         "metrics": measurement.metrics,
         "n": measurement.n,
         **sampling_fields(settings),
         "nfe": measurement.nfe,
-        "ema": ema if settings.weights == "ema" else None,
+        "ema": origin.ema if settings.weights == "ema" else None,
         "features": extractor.describe(),
         "resize": extractor.preprocessing.get("resize"),
         "reference": {
@@ -109,7 +145,8 @@ def build(
         "path": flow.path.name,
         "prediction": flow.prediction,
         "time": TIME_CONVENTION,
-        "codec_hash": codec_hash,
+        "codec_hash": task.info.codec_hash,
+        "weights_dtype": str(dtype).removeprefix("torch."),
         "versions": versions(),
         "world_size": world_size,
         "wall_s": round(measurement.wall_s, 3),
@@ -130,7 +167,10 @@ def write(path: Path, result: dict[str, Any]) -> None:
         os.replace(aside, path)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot write the result: {error.strerror or error}; free space and evaluate again, finished samples are kept") from None
+        reason = error.strerror or error
+        raise UserError(
+            f"{path}: cannot write the result: {reason}; free space and evaluate again, finished samples are kept"
+        ) from None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -171,7 +211,8 @@ def publish(run_dir: Path, result: dict[str, Any], settings: EvaluationConfig, g
     try:
         with Monitor(run_dir, job="eval") as monitor:
             tag = label(settings)
-            monitor.scalars(result["step"], {f"eval/{name}/{tag}": value for name, value in result["metrics"].items()}, result["images"])
+            values = {f"eval/{name}/{tag}": value for name, value in result["metrics"].items()}
+            monitor.scalars(result["step"], values, result["images"])
             if grid.exists():
                 monitor.images(result["step"], f"eval/samples/{tag}", np.asarray(Image.open(grid).convert("RGB")))
         draw(run_dir)

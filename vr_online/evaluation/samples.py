@@ -46,7 +46,7 @@ class SampleKeeper:
             raise UserError(f"{path}: cannot write samples: {error.strerror or error}") from None
 
     def join(self, target: Path, n: int, batches: int) -> None:
-        """Makes `target` (.npz: array `arr_0` (n, H, W, 3) uint8; otherwise a folder of PNGs) of all batches and removes them."""
+        """Joins all batches into `target` and removes them: an .npz with `arr_0` (n, H, W, 3) uint8, or a folder of PNGs."""
         aside = target.with_name(f".{target.name}.{os.getpid()}.part")
         shutil.rmtree(aside, ignore_errors=True)
         try:

@@ -135,7 +135,7 @@ class LatentSource:
     def _latents(self, array: np.ndarray, index: int, where: str) -> Iterator[np.ndarray]:
         stored = tuple(self.info.stored_shape)
         if array.shape not in (stored, (2, *stored)):
-            raise UserError(f"{where}: latent of shape {array.shape}, expected {stored} as in dataset.json; write the shard again")
+            raise UserError(f"{where}: latent of shape {array.shape}, but dataset.json says {stored}; write the shard again")
         for flip, latent in enumerate(array[None] if array.ndim == 3 else array):
             latent = latent.astype(np.float32)
             if self.info.moments:

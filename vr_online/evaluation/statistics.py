@@ -62,7 +62,8 @@ class Statistics:
         Raises:
             UserError: the file cannot be written.
         """
-        arrays = {"mu": self.moments.mean, "sigma": self.moments.cov, "n": np.int64(self.moments.n), "meta": np.str_(json.dumps(self.meta))}
+        moments, meta = self.moments, np.str_(json.dumps(self.meta))
+        arrays = {"mu": moments.mean, "sigma": moments.cov, "n": np.int64(moments.n), "meta": meta}
         if self.features is not None:
             arrays["feats"] = self.features
         save_npz(path, **arrays)
@@ -77,7 +78,9 @@ class Statistics:
         arrays = load_npz(path, ("mu", "sigma", "n", "meta", "feats", "mu_s"))
         missing = [key for key in ("mu", "sigma") if key not in arrays]
         if missing:
-            raise UserError(f"{path}: no array {' or '.join(missing)}, so these are no reference statistics; make them with `vr-online fid stats`")
+            raise UserError(
+                f"{path}: no array {' or '.join(missing)}, so no reference statistics; make them with `vr-online fid stats`"
+            )
         mean = np.asarray(arrays["mu"], dtype=np.float64)
         cov = np.asarray(arrays["sigma"], dtype=np.float64)
         _check_arrays(path, mean, cov)
@@ -103,7 +106,9 @@ def check_reference(statistics: Statistics, extractor: Extractor, dim: int) -> N
     """
     where = statistics.path or "reference statistics"
     if statistics.moments.dim != dim:
-        raise UserError(f"{where}: {statistics.moments.dim} features, but {extractor.name} gives {dim}; make statistics with the same extractor")
+        raise UserError(
+            f"{where}: {statistics.moments.dim} features, but {extractor.name} gives {dim}; make statistics with the same extractor"
+        )
     if statistics.protocol == "adm" and extractor.name == "inception" and extractor.metric != "fid_legacy_tensorflow":
         raise UserError(
             f"{where}: an ADM reference, computed with TensorFlow's bilinear resize, but evaluation.resize is "
@@ -114,10 +119,14 @@ def check_reference(statistics: Statistics, extractor: Extractor, dim: int) -> N
         return
     ours = extractor.describe()
     different = [
-        f"{key} {made.get(key)!r} in the file, {ours[key]!r} now" for key in ("name", "hash", "preprocessing") if made.get(key) != ours[key]
+        f"{key} {made.get(key)!r} in the file, {ours[key]!r} now"
+        for key in ("name", "hash", "preprocessing")
+        if made.get(key) != ours[key]
     ]
     if different:
-        raise UserError(f"{where}: made with another extractor: {'; '.join(different)}; make them again with `vr-online fid stats`")
+        raise UserError(
+            f"{where}: made with another extractor: {'; '.join(different)}; make them again with `vr-online fid stats`"
+        )
 
 
 def metric_name(statistics: Statistics, extractor: Extractor) -> str:
@@ -189,7 +198,13 @@ def compute_statistics(
 
 
 def _stream(
-    source: ImageSource | LatentSource, extractor: Extractor, codec: Any, batch_size: int, gathered: Accumulator, group: Group, progress: bool
+    source: ImageSource | LatentSource,
+    extractor: Extractor,
+    codec: Any,
+    batch_size: int,
+    gathered: Accumulator,
+    group: Group,
+    progress: bool,
 ) -> None:
     total = source.count and -(-source.count // group.world_size)
     with tqdm(total=total, unit="sample", desc="statistics", leave=False, disable=not (progress and group.is_main)) as bar:
@@ -228,7 +243,7 @@ def load_reference(
     """
     group, error, opened = group or Group(), None, None
     try:
-        opened = _open_reference(str(reference), keep_features)
+        opened = open_reference(str(reference), keep_features)
     except Exception as failure:
         error = failure
     group.raise_together(error)
@@ -241,20 +256,28 @@ def load_reference(
     if group.from_main(path is not None and path.exists()):
         return dataclasses.replace(Statistics.load(path), path=str(reference))
     statistics = compute_statistics(
-        source, extractor, codec=source_codec(source, extractor, codec_path), batch_size=batch_size, keep_features=keep_features,
-        group=group, progress=progress,
+        source,
+        extractor,
+        codec=source_codec(source, extractor, codec_path),
+        batch_size=batch_size,
+        keep_features=keep_features,
+        group=group,
+        progress=progress,
     )
     if path is not None and group.is_main:
         statistics.save(path)
     return dataclasses.replace(statistics, path=str(reference))
 
 
-def _open_reference(reference: str, keep_features: bool) -> Statistics | ImageSource | LatentSource:
+def open_reference(reference: str, keep_features: bool) -> Statistics | ImageSource | LatentSource:
+    """The statistics in an npz, or the source they are still to be computed from; raises `UserError`."""
     if not reference.endswith(".npz"):
         return open_source(reference)
     statistics = Statistics.load(reference)
     if keep_features and statistics.features is None:
-        raise UserError(f"{reference}: kid and pr need the reference's features; make it with `vr-online fid stats --keep-features`")
+        raise UserError(
+            f"{reference}: kid and pr need the reference's features; make it by `vr-online fid stats --keep-features`"
+        )
     return statistics
 
 
