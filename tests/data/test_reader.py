@@ -110,7 +110,7 @@ class TestRefusals:
     def test_fewer_shards_than_readers(self, shards):
         with pytest.raises(UserError, match="6 shards cannot feed 2 ranks x 4 workers = 8 readers; set data.workers to at most 3"):
             stream_of(shards, world_size=2, workers=4)
-        with pytest.raises(UserError, match="6 shards cannot feed 7 ranks; use fewer ranks"):
+        with pytest.raises(UserError, match="6 shards cannot feed 7 ranks x 1 workers = 7 readers; use fewer ranks"):
             stream_of(shards, world_size=7)
 
     @pytest.mark.parametrize("workers", [0, 1, 2])

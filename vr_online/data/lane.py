@@ -49,7 +49,10 @@ class Lane:
                     continue
                 skipped, in_vain = skipped + 1, in_vain + 1
                 if in_vain > self._total:
-                    raise ShardError(f"data.on_error=skip left nothing: lane {self._lane} could not read the last {in_vain} samples, more than there are")
+                    raise ShardError(
+                        f"data.on_error=skip left nothing: lane {self._lane} could not read the last {in_vain} samples, more than "
+                        "there are; check the shards with `vr-online shards verify`"
+                    )
             epoch, n = epoch + 1, 0
 
     def _epoch(self, plan: LanePlan, n: int) -> Iterator[Optional[Sample]]:

@@ -148,13 +148,13 @@ class LatentStream:
 
     def _check_lanes(self, world_size: int) -> None:
         filled = sum(shard.count > 0 for shard in self._shards)
-        if filled < self._layout.lanes:
-            raise UserError(
-                f"data.shards: {filled} shards cannot feed {world_size} ranks x {self._workers} workers = {self._layout.lanes} readers; "
-                f"set data.workers to at most {filled // world_size}, or write more and smaller shards (--shard-size)"
-                if filled >= world_size
-                else f"data.shards: {filled} shards cannot feed {world_size} ranks; use fewer ranks, or write more and smaller shards (--shard-size)"
-            )
+        if filled >= self._layout.lanes:
+            return
+        remedy = f"set data.workers to at most {filled // world_size}" if filled >= world_size else "use fewer ranks"
+        raise UserError(
+            f"data.shards: {filled} shards cannot feed {world_size} ranks x {self._workers} workers = {self._layout.lanes} readers; "
+            f"{remedy}, or write more and smaller shards"
+        )
 
     @property
     def skipped(self) -> int:
