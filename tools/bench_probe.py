@@ -38,13 +38,15 @@ from vr_online.timesteps import OnlineSampler, attach_probe
 CANDIDATES = {
     "all": ["*"],
     "all but adaLN": ["*", "!*adaLN*"],
-    "all but fc2": ["*", "!*fc2"],
+    "all but fc2": ["*", "!*.mlp.fc2"],
+    "all but qkv": ["*", "!*.attn.qkv"],
+    "all but fc1 and fc2": ["*", "!*.mlp.fc*"],
+    "all but qkv and fc2": ["*", "!*.attn.qkv", "!*.mlp.fc2"],
     "all but odd blocks": ["*", "!blocks.*[13579].*"],
     "all but even blocks": ["*", "!blocks.*[02468].*"],
+    "no block": ["*", "!blocks.*"],
     "attn.qkv and final": ["blocks.*.attn.qkv", "final_layer.*"],
-    "attn.proj and final": ["blocks.*.attn.proj", "final_layer.*"],
     "mlp.fc1 and final": ["blocks.*.mlp.fc1", "final_layer.*"],
-    "mlp.fc2 and final": ["blocks.*.mlp.fc2", "final_layer.*"],
     "adaLN and final": ["*adaLN_modulation.1", "final_layer.linear"],
     "final": ["final_layer.*"],
 }
