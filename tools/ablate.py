@@ -1,0 +1,329 @@
+"""Compares ways to choose t: every arm trained on the same shards, from the same initial weights, in the same data order.
+
+    python tools/ablate.py configs/ablate_digits.yaml --out docs/results/digits --seeds 0,1,2
+    python tools/ablate.py configs/ablate_digits.yaml --out /tmp/a --arms uniform,logit_normal_0,online_vr --seeds 0
+    python tools/ablate.py --quick                        a smoke run on the digits, under a minute
+
+Each arm is a few keys under `timesteps`, trained and evaluated by the product itself (`vr-online train`), one process a
+core. Killed and started again, it continues. Writes report.md, results.json and figures to --out; the runs stay in
+--work and can be looked at with TensorBoard. The last line is one JSON object.
+
+For each seed the cost of an arm is the images after which it first reaches the distance that the reference arm ends with,
+over the images the reference took; the interval is Student's t over seeds on the logarithm. An arm that never gets there
+has no ratio, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from vr_online import checkpoint
+from vr_online.config import Config, load_config
+
+STATIC = {f"logit_normal_{name}": f"logit_normal({m}, 1)" for name, m in (("m075", -0.75), ("0", 0), ("p075", 0.75), ("p15", 1.5))}
+ARMS: dict[str, list[str]] = {
+    "uniform": ["target=uniform", "proposal=same"],
+    **{name: [f"target={spec}", "proposal=same"] for name, spec in STATIC.items()},
+    "mode": ["target=mode(1.29)", "proposal=same"],
+    "cosmap": ["target=cosmap", "proposal=same"],
+    "vr_static": ["target=vr_static({work}/vr_static.npz)", "proposal=same"],
+    "loss_second_moment": ["target=uniform", "proposal=loss_second_moment"],
+    "loss_ema": ["target=uniform", "proposal=loss_ema"],
+    "online_vr": ["target=uniform", "proposal=online_vr"],
+    "online_vr_logit_normal_0": ["target=logit_normal(0, 1)", "proposal=online_vr"],
+    "grad_variance_1": ["target=grad_variance(1)", "proposal=same"],
+    "grad_variance_2": ["target=grad_variance(2)", "proposal=same"],
+    "entropy_rate": ["target=entropy_rate(0.15)", "proposal=same"],
+}
+# Two-sided 95 % quantile of Student's t by degrees of freedom.
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+# Running
+
+
+def run_directory(work: Path, arm: str, seed: int) -> Path:
+    return work / f"{arm}-seed{seed}"
+
+
+def command(config: Path, arm: list[str], seed: int, directory: Path, work: Path, overrides: list[str]) -> list[str]:
+    keys = [f"timesteps.{key}".replace("{work}", str(work)) for key in arm]
+    return [
+        sys.executable, "-m", "vr_online.train", "--config", str(config), *overrides, *keys, f"seed={seed}", f"name={directory.name}",
+        f"run_dir={directory}",
+    ]
+
+
+def train_one(words: list[str], directory: Path) -> str | None:
+    """Trains one arm with one seed to its end; returns what went wrong, or None."""
+    directory.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(directory / "log.txt", "a") as log:
+        done = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    if done.returncode:
+        return f"{directory.name}: status {done.returncode}, see {directory / 'log.txt'}"
+    return None
+
+
+def train_all(config: Path, arms: dict[str, list[str]], seeds: list[int], work: Path, jobs: int, overrides: list[str]) -> list[str]:
+    """Trains what is not finished yet, `jobs` at a time, seed by seed so that early results are comparable."""
+    total = load_config(config, overrides).train.total_steps
+    waiting = []
+    for seed in seeds:
+        for name, keys in arms.items():
+            directory = run_directory(work, name, seed)
+            finished = directory.joinpath("summary.json").exists() and checkpoint.list_checkpoints(directory)[-1:] == [total]
+            if not finished:
+                waiting.append((command(config, keys, seed, directory, work, overrides), directory))
+    bar, lock, failures = tqdm(total=len(waiting), unit="run", desc="training"), threading.Lock(), []
+
+    def one(job) -> None:
+        failure = train_one(*job)
+        with lock:
+            bar.update()
+            if failure:
+                failures.append(failure)
+                tqdm.write(failure)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, waiting))
+    bar.close()
+    return failures
+
+
+def offline_density(config: Config, work: Path) -> None:
+    """The published method's table, once, from the run's own shards."""
+    target = work / "vr_static.npz"
+    if not target.exists():
+        subprocess.run(
+            [sys.executable, "-m", "vr_online.cli", "density", "vr-static", "--shards", str(config.data.shards),
+             "--path", config.flow.path, "--bins", str(config.timesteps.bins), "--out", str(target)], check=True,
+        )
+
+
+# Reading
+
+
+def read_run(directory: Path) -> dict | None:
+    """Distances over images and over seconds of training, and what the sampler said at the end."""
+    results = sorted(directory.glob("evals/*/result.json"), key=lambda p: int(p.parent.name))
+    if not results:
+        return None
+    results = [json.loads(p.read_text()) for p in results]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [0] + [line["step"] for line in lines]
+    seconds = np.cumsum([0.0] + [line["speed/step_s"] * (b - a) for line, a, b in zip(lines, steps, steps[1:])])
+    return {
+        "metric": results[0]["metric"],
+        "images": [r["images"] for r in results],
+        "distance": [r["value"] for r in results],
+        "wall_s": [float(np.interp(r["step"], steps, seconds)) for r in results],
+        "step_s": statistics.median(line["speed/step_s"] for line in lines),
+        **{name: lines[-1].get(f"sampler/{name}") for name in ("gain", "achieved", "achieved_error", "ess")},
+    }
+
+
+def first_reached(x: list[float], distance: list[float], wanted: float) -> float | None:
+    """Where the running minimum of `distance` first comes down to `wanted`, linear between evaluations."""
+    best = math.inf
+    for i, d in enumerate(distance):
+        if d <= wanted:
+            if i == 0:
+                return float(x[0])
+            low, high = min(best, distance[i - 1]), d
+            part = 1.0 if low == high else (low - wanted) / (low - high)
+            return float(x[i - 1] + min(max(part, 0.0), 1.0) * (x[i] - x[i - 1]))
+        best = min(best, d)
+    return None
+
+
+def cost_ratio(arm: dict[int, dict], reference: dict[int, dict], clock: str = "images") -> dict:
+    """Geometric mean over seeds of what the arm needs over what the reference needs, with its 95 % interval."""
+    logs, missed = [], 0
+    for seed in sorted(arm.keys() & reference.keys()):
+        goal = reference[seed]["distance"][-1]
+        reached = first_reached(arm[seed][clock], arm[seed]["distance"], goal)
+        if reached is None:
+            missed += 1
+        else:
+            logs.append(math.log(reached / reference[seed][clock][-1]))
+    if missed or not logs:
+        return {"ratio": None, "low": None, "high": None, "seeds_that_never_reach_it": missed}
+    mean = statistics.fmean(logs)
+    half = T95.get(len(logs) - 1, 1.96) * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return {"ratio": math.exp(mean), "low": math.exp(mean - half) if half < math.inf else None, "high": math.exp(mean + half) if half < math.inf else None}
+
+
+def summarise(work: Path, arms: dict[str, list[str]], seeds: list[int], default: str) -> dict:
+    runs = {name: {s: r for s in seeds if (r := read_run(run_directory(work, name, s)))} for name in arms}
+    runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
+    table = {}
+    for name, by_seed in runs.items():
+        final = [r["distance"][-1] for r in by_seed.values()]
+        table[name] = {
+            "keys": arms[name], "seeds": sorted(by_seed),
+            **{key: [by_seed[s][key] for s in sorted(by_seed)] for key in ("images", "distance", "wall_s", "step_s", "gain", "achieved", "achieved_error", "ess")},
+            "final_mean": statistics.fmean(final), "final_std": statistics.stdev(final) if len(final) > 1 else None,
+            "vs_uniform": cost_ratio(by_seed, runs["uniform"]), "vs_uniform_wall": cost_ratio(by_seed, runs["uniform"], "wall_s"),
+        }
+    static = {n: table[n]["final_mean"] for n in STATIC if n in table}
+    best = min(static, key=static.get) if static else "uniform"
+    default = default if default in runs else best
+    return {
+        "metric": next(iter(next(iter(runs.values())).values()))["metric"], "seeds": seeds, "arms": table, "default": default,
+        "best_static": best, "default_vs_uniform": cost_ratio(runs[default], runs["uniform"]),
+        "default_vs_best_static": cost_ratio(runs[default], runs[best]),
+    }
+
+
+# Writing
+
+
+def shown(ratio: dict) -> str:
+    if ratio["ratio"] is None:
+        return "never"
+    interval = f" ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio.get("low") is not None else ""
+    return f"{ratio['ratio']:.2f}{interval}"
+
+
+def write_report(results: dict, out: Path, words: str) -> None:
+    arms = sorted(results["arms"].items(), key=lambda item: item[1]["final_mean"])
+    lines = [
+        f"# {results['dataset']}: {results['metric']} by way of choosing t", "", f"    {words}", "",
+        f"Seeds {', '.join(map(str, results['seeds']))}; distance at the end, mean and standard deviation over seeds; images and "
+        "seconds needed to reach uniform's final distance, as a share of uniform's, with a 95 % interval over seeds.", "",
+        "| arm | keys under `timesteps` | final distance | images | seconds | gain | achieved |", "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, arm in arms:
+        spread = f" ± {arm['final_std']:.3g}" if arm["final_std"] is not None else ""
+        gain = _mean(arm["gain"])
+        achieved = _mean(arm["achieved"])
+        lines.append(
+            f"| {name} | `{'; '.join(arm['keys'])}` | {arm['final_mean']:.4g}{spread} | {shown(arm['vs_uniform'])} | "
+            f"{shown(arm['vs_uniform_wall'])} | {gain} | {achieved} |"
+        )
+    lines += [
+        "", f"Default `{results['default']}`: {shown(results['default_vs_uniform'])} of uniform's images, "
+        f"{shown(results['default_vs_best_static'])} of those of the best logit-normal (`{results['best_static']}`).", "",
+        "![distance over images](distance_images.png)", "", "![distance over seconds](distance_seconds.png)", "",
+    ]
+    (out / "report.md").write_text("\n".join(lines))
+
+
+def _mean(values: list) -> str:
+    known = [v for v in values if v is not None and not isinstance(v, str)]
+    return f"{statistics.fmean(known):.3f}" if known else ""
+
+
+def draw(results: dict, out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for clock, unit, file in (("images", "images", "distance_images.png"), ("wall_s", "seconds of training", "distance_seconds.png")):
+        figure, axis = plt.subplots(figsize=(9, 6), constrained_layout=True)
+        colours = plt.get_cmap("tab20").colors
+        order = sorted(results["arms"].items(), key=lambda item: item[1]["final_mean"])
+        for colour, (name, arm) in zip(colours * 2, order):
+            x, y = np.mean(arm[clock], axis=0), np.array(arm["distance"])
+            axis.plot(x, y.mean(0), marker="o", markersize=3, label=name, color=colour)
+            if len(y) > 1:
+                axis.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.12, linewidth=0)
+        axis.set(xlabel=unit, ylabel=results["metric"], title=f"{results['dataset']}: mean and range over seeds", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, ncol=2)
+        figure.savefig(out / file, dpi=110)
+        plt.close(figure)
+
+
+# Command line
+
+
+def quick_setting(folder: Path) -> tuple[Path, list[str]]:
+    """Digits and a tiny model, for the smoke run."""
+    from vr_online.data.digits import write_digits
+
+    write_digits(folder / "digits")
+    config = folder / "quick.yaml"
+    config.write_text(
+        f"""data: {{shards: {folder}/digits/train, workers: 0}}
+model: {{name: custom, depth: 1, hidden_size: 32, num_heads: 2, patch_size: 4}}
+timesteps: {{bins: 8}}
+train: {{steps: 20, batch_size: 32}}
+optimizer: {{lr: 1e-3}}
+checkpoint: {{every: 20, keep: 1}}
+monitor: {{log_every: 10}}
+evaluation: {{every: 10, features: latent, reference: {folder}/digits/heldout, n: 64, steps: 3, keep: 0}}
+"""
+    )
+    return config, []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", type=Path, help="YAML with an evaluation section; its timesteps are the arms' base")
+    parser.add_argument("--arms", default=None, help=f"comma-separated; default all of: {', '.join(ARMS)}")
+    parser.add_argument("--arm", action="append", default=[], metavar="NAME:KEY=VALUE[;KEY=VALUE]", help="an arm of your own")
+    parser.add_argument("--default", default="online_vr_logit_normal_0", help="arm that the summary compares (default %(default)s)")
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder of the report")
+    parser.add_argument("--work", type=Path, default=None, help="folder of the runs (default runs/ablate/<config's name>)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one core each (default: all cores)")
+    parser.add_argument("--report-only", action="store_true", help="train nothing, report what is there")
+    parser.add_argument("--quick", action="store_true", help="smoke run on the digits")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for every arm")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.quick:
+            args.config, args.overrides = quick_setting(Path(scratch))
+            args.arms, args.seeds, args.work, args.out = args.arms or "uniform,online_vr", "0", Path(scratch) / "runs", args.out or Path(scratch) / "out"
+        if args.config is None or args.out is None:
+            parser.error("give a configuration and --out, or --quick")
+        results = ablate(args)
+        if args.quick:
+            shutil.rmtree(args.work, ignore_errors=True)
+    print(json.dumps({k: results[k] for k in ("dataset", "seeds", "default", "best_static", "default_vs_uniform", "default_vs_best_static")}))
+
+
+def ablate(args: argparse.Namespace) -> dict:
+    own = dict(text.split(":", 1) for text in args.arm)
+    known = {**ARMS, **{name: keys.split(";") for name, keys in own.items()}}
+    names = args.arms.split(",") if args.arms else list(known)
+    if unknown := [n for n in names if n not in known]:
+        sys.exit(f"unknown arms {', '.join(unknown)}; known: {', '.join(known)}")
+    arms = {n: known[n] for n in dict.fromkeys(["uniform", *names])}
+    seeds = [int(s) for s in args.seeds.split(",")]
+    work = args.work or Path("runs/ablate") / args.config.stem
+    work.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    config = load_config(args.config, args.overrides)
+    if not args.report_only:
+        if "vr_static" in arms:
+            offline_density(config, work)
+        failures = train_all(args.config, arms, seeds, work, args.jobs, args.overrides)
+        if failures:
+            sys.exit("\n".join(["some runs failed; run the same command to continue:", *failures]))
+    results = {"dataset": args.config.stem.removeprefix("ablate_"), **summarise(work, arms, seeds, args.default)}
+    (args.out / "results.json").write_text(json.dumps(results, indent=1))
+    write_report(results, args.out, "python " + " ".join(sys.argv))
+    draw(results, args.out)
+    return results
+
+
+if __name__ == "__main__":
+    main()
