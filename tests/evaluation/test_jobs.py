@@ -110,6 +110,17 @@ def test_a_failed_job_is_told_and_nothing_more(make, tmp_path, monkeypatch, caps
     assert evaluator.pending_steps() == set() and evaluator.summary() == {}
 
 
+def test_a_submitted_job_that_fails_elsewhere_is_told(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "POLL_S", 0.0)
+    evaluator = make(write_template(tmp_path, "print('submitted')"))
+    evaluator.evaluate(SimpleNamespace(step=10))
+    until(lambda: evaluator.poll() or evaluator.detached.running[0].process is None)
+    assert evaluator.pending_steps() == {10} and evaluator.failures == {}
+    (tmp_path / "run/evals/10/failed.txt").write_text("the node had no network file\n")
+    evaluator.poll()
+    assert evaluator.failures == {10: "the node had no network file"} and evaluator.pending_steps() == set()
+
+
 @pytest.mark.parametrize("command", ["no-such-program {run}", "{executable} {nonsense}"])
 def test_a_job_that_cannot_start_is_told(make, command):
     evaluator = make("evaluation.command=" + command.replace("{executable}", sys.executable))
@@ -123,6 +134,18 @@ def test_a_full_disk_does_not_reach_training(make, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     evaluator.evaluate(SimpleNamespace(step=10))
     assert "No space left" in evaluator.failures[10]
+
+
+def test_what_an_earlier_session_left_undone_is_made_up(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "list_checkpoints", lambda run_dir: [10, 15, 20, 30])
+    (tmp_path / "run/evals/20").mkdir(parents=True)
+    (tmp_path / "run/evals/20/result.json").write_text("{}")
+    evaluator = make()
+    assert evaluator.pending_steps() == {10, 30}
+    monkeypatch.setattr(jobs, "_command", lambda settings, run_dir, steps: [sys.executable, "-c", f"print({steps})"])
+    evaluator.evaluate(SimpleNamespace(step=30))
+    evaluator.finish()
+    assert set(evaluator.failures) == {10, 30}, "each was run once, and wrote no result"
 
 
 def test_the_jobs_environment(monkeypatch):

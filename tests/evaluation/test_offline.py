@@ -105,12 +105,13 @@ def test_the_newest_checkpoint_is_evaluated_and_everything_about_it_recorded(run
 
 def test_steps_all_and_force(run_dir):
     assert fid(run_dir, "--steps", "2,4") == 0
-    first = result_of(run_dir, 2)
+    first, written = result_of(run_dir, 2), (run_dir / "evals/2/result.json").stat().st_ino
     assert fid(run_dir, "--all") == 0
-    assert result_of(run_dir, 2) == first and result_of(run_dir, 6)["step"] == 6
+    assert (run_dir / "evals/2/result.json").stat().st_ino == written and result_of(run_dir, 6)["step"] == 6
+    kept = (run_dir / "evals/2/result.json").open()  # so that its inode is not given to the next file
     assert fid(run_dir / "checkpoints/2", "--force") == 0
-    again = result_of(run_dir, 2)
-    assert again["value"] == first["value"] and again["wall_s"] != first["wall_s"]
+    assert (run_dir / "evals/2/result.json").stat().st_ino != written and result_of(run_dir, 2)["value"] == first["value"]
+    kept.close()
 
 
 def test_other_settings_are_kept_apart_and_compare_refuses_them(run_dir, tmp_path, capsys):
@@ -177,6 +178,13 @@ def test_mistakes_are_told_in_one_line(run_dir, capsys, words, why):
     captured = capsys.readouterr()
     assert why in captured.out + captured.err and "Traceback" not in captured.err
     assert not list(run_dir.glob("evals/**/result.json"))
+
+
+def test_word_of_a_failure_is_left_until_the_step_succeeds(run_dir):
+    assert fid(run_dir, "--steps", "4", "reference=none.npz") == 2
+    assert "none.npz" in (run_dir / "evals/4/failed.txt").read_text()
+    assert fid(run_dir, "--steps", "4") == 0
+    assert not (run_dir / "evals/4/failed.txt").exists()
 
 
 def test_no_run_and_no_words(tmp_path, capsys):

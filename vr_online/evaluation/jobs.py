@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from vr_online.checkpoint import list_checkpoints
 from vr_online.config import Config, EvaluationConfig
 from vr_online.errors import UserError
 from vr_online.evaluation import results
@@ -31,7 +32,7 @@ from vr_online.evaluation.claims import FILE as CLAIM_FILE
 from vr_online.evaluation.claims import claimed_steps, is_live
 from vr_online.evaluation.evaluate import Origin, Task, evaluate_model
 from vr_online.evaluation.group import Group
-from vr_online.evaluation.offline import identity
+from vr_online.evaluation.offline import FAILED_FILE, identity
 from vr_online.evaluation.samples import prune_samples
 
 POLL_S = 2.0
@@ -97,6 +98,8 @@ class Evaluator:
         self.group = Group.current() if self.enabled else Group()
         if self.enabled:
             self._check()
+            if self.settings.mode == "detached" and not self.settings.command and self.group.is_main:
+                self._make_up()
 
     def _check(self) -> None:
         """Finds out before the first step whether evaluations can work."""
@@ -116,6 +119,12 @@ class Evaluator:
     def due(self, step: int) -> bool:
         """Whether the checkpoint of this step is to be evaluated."""
         return self.enabled and step > 0 and step % self.settings.every == 0
+
+    def _make_up(self) -> None:
+        """Queues what jobs of an earlier session, ended with it, left undone."""
+        for step in list_checkpoints(self.run_dir):
+            if self.due(step) and not (self._folder(step) / "result.json").exists():
+                self.detached.queue.append(step)
 
     def missed(self, step: int) -> bool:
         """Whether a run that continues from `step` was ended before the evaluation due there was."""
@@ -205,7 +214,8 @@ class Detached:
         return {*self.queue, *(job.step for job in self.running)}
 
     def add(self, step: int) -> None:
-        self.queue.append(step)
+        if step not in self.steps():
+            self.queue.append(step)
         self._advance()
 
     def poll(self, now: bool = False) -> None:
@@ -243,7 +253,8 @@ class Detached:
         log = run_dir / "evals" / str(steps[0]) / "log.txt"
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            (log.parent / "result.json").unlink(missing_ok=True)  # of a run that went on from an earlier step
+            for old in ("result.json", FAILED_FILE):  # of a run that went on from an earlier step
+                (log.parent / old).unlink(missing_ok=True)
             with open(log, "w") as output:
                 process = subprocess.Popen(
                     _command(settings, run_dir, steps),
@@ -261,7 +272,7 @@ class Detached:
     def _ended(self, job: Job) -> bool:
         result = self.evaluator._folder(job.step) / "result.json"
         if job.process is None:
-            return result.exists()
+            return result.exists() or self._failed_elsewhere(job)
         code = job.process.poll()
         if code is None:
             return False
@@ -272,6 +283,14 @@ class Detached:
             self._tell(result)
         else:
             self.evaluator.failed(job.step, f"{_ending(code)}: {_tail(job.log)} (log: {job.log})")
+        return True
+
+    def _failed_elsewhere(self, job: Job) -> bool:
+        """Whether a submitted job left word that it failed; tells of it."""
+        note = self.evaluator._folder(job.step) / FAILED_FILE
+        if not note.exists():
+            return False
+        self.evaluator.failed(job.step, _tail(note))
         return True
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -20,6 +21,10 @@ from vr_online.evaluation.evaluate import Origin, Task, evaluate_model
 from vr_online.evaluation.group import Group
 from vr_online.evaluation.samples import prune_samples
 from vr_online.evaluation.statistics import digest
+
+
+FAILED_FILE = "failed.txt"
+"""In `evals/<step>`: why the last attempt at a step failed; gone once one succeeds."""
 
 
 def identity(path: Path) -> str:
@@ -125,6 +130,7 @@ class Offline:
         if self.group.is_main:
             results.publish(self.run_dir, result, config.evaluation, self.folder(path) / "samples.png")
             prune_samples(self.run_dir / "evals", config.evaluation.keep)
+            (self.run_dir / "evals" / path.name / FAILED_FILE).unlink(missing_ok=True)
         return result
 
     def _prepared(self, config: Config, info: Any) -> Task:
@@ -152,6 +158,7 @@ class Offline:
             except UserError as error:
                 failures.append(f"{'newest checkpoint' if step is None else f'step {step}'}: {error}")
                 self._say(failures[-1])
+                self._note(step, str(error))
                 continue
             if result is None:
                 self._say(f"{'newest checkpoint' if step is None else f'step {step}'}: another evaluator is at work on it")
@@ -193,6 +200,14 @@ class Offline:
             return None, False
         config, _ = self.config(self.run_dir / "checkpoints" / str(there[-1]))
         return None, there[-1] >= config.train.total_steps
+
+    def _note(self, step: Optional[int], reason: str) -> None:
+        """Leaves word of a failure for the training that waits for the result."""
+        folder = self.run_dir / "evals" / str(step)
+        if self.group.is_main and step in checkpoint.list_checkpoints(self.run_dir):
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / FAILED_FILE).write_text(reason.replace("\n", " ") + "\n")
 
     def _say(self, text: str) -> None:
         if self.group.is_main:
