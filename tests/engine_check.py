@@ -8,7 +8,6 @@ import gc
 import json
 
 import torch
-import torch.distributed as dist
 
 from vr_online.config import load_config
 from vr_online.ema import Decay, Ema

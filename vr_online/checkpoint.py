@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 
 from vr_online.engine import MasterWeights
 from vr_online.errors import UserError
+from vr_online.files import write_atomic
 from vr_online.ranks import Ranks
 
 FORMAT = 1
@@ -83,8 +84,8 @@ def _together(ranks: Ranks, target: Path, work, temporary: Path | None = None) -
     error = None
     try:
         work()
-    except (OSError, SafetensorError) as e:
-        error = f"{e.strerror or e}" if isinstance(e, OSError) else str(e)
+    except (OSError, SafetensorError, UserError) as e:
+        error = str(getattr(e, "strerror", None) or e)
     errors = [f"rank {r}: {e}" for r, e in enumerate(ranks.gather(error)) if e]
     if errors:
         if ranks.is_main and temporary is not None:
@@ -116,13 +117,6 @@ def _write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a small file so that a reader sees the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _write_text(temporary, text)
-    os.replace(temporary, path)
 
 
 def _sync_folder(path: Path) -> None:

@@ -14,9 +14,7 @@ names, as its sample script loads it; --learn-sigma adds the unused output chann
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Callable
 
@@ -28,6 +26,7 @@ from torch import Tensor
 from vr_online import __version__
 from vr_online.errors import UserError
 from vr_online.evaluation.generation import LoadedModel, load_model
+from vr_online.files import written_aside
 from vr_online.models.weights import OUTPUT_KEYS
 
 SUFFIXES = {"safetensors": (".safetensors",), "sit": (".pt", ".pth")}
@@ -109,15 +108,9 @@ def with_sigma(loaded: LoadedModel, state: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> Path:
-    """Writes aside and renames, so that a full disk leaves no half file."""
-    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        save(aside)
-        os.replace(aside, out)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save wraps a failing disk in a RuntimeError
-        raise UserError(f"{out}: cannot write: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink()
+        with written_aside(out) as aside:
+            save(aside)
+    except (RuntimeError, SafetensorError) as error:  # torch.save wraps a failing disk in a RuntimeError
+        raise UserError(f"{out}: cannot write: {error}") from None
     return out

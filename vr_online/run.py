@@ -20,6 +20,7 @@ from vr_online.data.reader import LatentStream, device_batches, merge_states
 from vr_online.ema import Ema
 from vr_online.engine import BatchPlan, MasterWeights, build_engine, gather_into, plan_batch
 from vr_online.errors import UserError
+from vr_online.files import write_atomic
 from vr_online.flow.paths import get_path
 from vr_online.flow.targets import Flow
 from vr_online.models.sit import SiT, build_sit
@@ -212,7 +213,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     run.batches = device_batches(stream, ranks.device)
     run.monitor = Monitor(config.directory, config, enabled=ranks.is_main, resume_step=run.step if found else None)
     if ranks.is_main:
-        checkpoint.write_atomic(config.directory / "config.yaml", dump(config))
+        write_atomic(config.directory / "config.yaml", dump(config))
     return run
 
 

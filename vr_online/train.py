@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from vr_online.checkpoint import write_atomic
 from vr_online.config import Config, dump, load_config
 from vr_online.errors import UserError
 from vr_online.evaluation.generation import preview
 from vr_online.evaluation.jobs import Evaluator
 from vr_online.models.sit import drop_labels, forward_macs
+from vr_online.files import write_atomic
 from vr_online.monitor.grid import save_png
 from vr_online.monitor.speed import device_peak_tflops, memory_metrics, mfu
 from vr_online.plan import describe

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 
 from vr_online.data.codecs import Codec, Posterior, get_codec
-from vr_online.data.format import FILE_NAME, DatasetInfo, LatentNorm, write_atomic
+from vr_online.data.format import FILE_NAME, DatasetInfo, LatentNorm
 from vr_online.data.images import ImageIndex, Item, load_image
 from vr_online.data.parallel import run_tasks
 from vr_online.data.writer import ShardStats, ShardWriter, describe, shard_name
 from vr_online.errors import UserError
+from vr_online.files import write_atomic
 
 WORK_FOLDER = ".encode"
 _AUTO_SHARDS, _AUTO_LARGEST = 16, 2048

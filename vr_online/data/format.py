@@ -23,6 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vr_online.errors import UserError
+from vr_online.files import write_atomic
 
 FILE_NAME = "dataset.json"
 FORMAT_VERSION = 1
@@ -217,23 +218,8 @@ class DatasetInfo(BaseModel):
     def save(self, folder: str | os.PathLike) -> Path:
         """Writes `folder/dataset.json` aside and renames it into place."""
         path = Path(folder) / FILE_NAME
-        write_atomic(path, self.to_json().encode())
+        write_atomic(path, self.to_json())
         return path
-
-
-def write_atomic(path: Path, payload: bytes) -> None:
-    """Writes bytes so that `path` holds either its old content or all of the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(aside, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot write: {error.strerror}") from None
 
 
 def _read(source: str | os.PathLike) -> tuple[bytes, str]:

@@ -23,6 +23,7 @@ from typing import Any, Iterator, NamedTuple, Optional, Sequence
 import numpy as np
 
 from vr_online.errors import UserError
+from vr_online.files import written_aside
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -208,14 +209,10 @@ def _seekable(tar: Path, scratch: Optional[Path]) -> tuple[Path, Path]:
         raise UserError(f"{tar}: compressed tars need a scratch folder")
     plain = scratch / f"{tar.name}.unpacked.tar"
     if not plain.exists():
-        scratch.mkdir(parents=True, exist_ok=True)
-        aside = plain.with_name(f".{plain.name}.{os.getpid()}.part")
         try:
-            with gzip.open(tar, "rb") as packed, open(aside, "wb") as file:
+            with written_aside(plain) as aside, gzip.open(tar, "rb") as packed, open(aside, "wb") as file:
                 shutil.copyfileobj(packed, file, 1 << 20)
-            os.replace(aside, plain)
-        except (OSError, EOFError) as error:
-            aside.unlink(missing_ok=True)
+        except (UserError, EOFError) as error:
             raise UserError(f"{tar}: cannot unpack: {error}") from None
     return tar, plain
 

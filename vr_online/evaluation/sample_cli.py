@@ -13,7 +13,6 @@ the same for any --n, --batch-size and device.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional, Sequence
 
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from vr_online.errors import UserError
 from vr_online.evaluation.generation import LoadedModel, Sampler, decode_images, load_model
+from vr_online.files import written_aside
 
 if TYPE_CHECKING:
     from vr_online.config import EvaluationConfig
@@ -162,10 +162,8 @@ def write(out: Path, images: np.ndarray, labels: np.ndarray, columns: int, names
 
 def _write_npz(out: Path, images: np.ndarray, labels: np.ndarray) -> None:
     images = np.repeat(images, 3, axis=-1) if images.shape[-1] == 1 else images  # ADM's evaluator wants three channels
-    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    with open(aside, "wb") as file:
+    with written_aside(out) as aside, open(aside, "wb") as file:
         np.savez(file, arr_0=images, arr_1=labels)
-    os.replace(aside, out)
 
 
 def _write_folder(out: Path, images: np.ndarray, labels: np.ndarray) -> None:

@@ -17,7 +17,7 @@ depend on its neighbours in the batch; the tests compare with it on a batch of o
 from __future__ import annotations
 
 import math
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple
 
 import torch
 from torch import Tensor

@@ -15,6 +15,7 @@ from typing import Any, Iterator
 import numpy as np
 
 from vr_online.errors import UserError
+from vr_online.files import written_aside
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -66,14 +67,10 @@ def truncate_records(path: Path, step: int) -> None:
     """Drops lines of steps after `step`, and torn ones; the file is replaced in one rename."""
     if not path.exists():
         return
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w", encoding="utf-8") as file:
+    with written_aside(path) as aside, open(aside, "w", encoding="utf-8") as file:
         for line, record in _whole_lines(path):
             if record["step"] <= step:
                 file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
