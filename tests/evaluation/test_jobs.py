@@ -136,7 +136,7 @@ def test_a_full_disk_does_not_reach_training(make, monkeypatch):
     assert "No space left" in evaluator.failures[10]
 
 
-def test_what_an_earlier_session_left_undone_is_made_up(make, tmp_path, monkeypatch):
+def test_what_an_earlier_launch_left_undone_is_made_up(make, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "list_checkpoints", lambda run_dir: [10, 15, 20, 30])
     (tmp_path / "run/evals/20").mkdir(parents=True)
     (tmp_path / "run/evals/20/result.json").write_text("{}")

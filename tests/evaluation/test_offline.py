@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.conftest import TINY
 from vr_online.config import load_config
 from vr_online.errors import UserError
 from vr_online.evaluation import cli, results
 from vr_online.evaluation.claims import Claim
+from vr_online.evaluation.frechet import frechet_distance
 from vr_online.evaluation.offline import Offline
+from vr_online.evaluation.statistics import Statistics
 from vr_online.monitor.monitor import TENSORBOARD
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +149,20 @@ def test_the_samples_stay_when_asked_for(run_dir):
     assert images.shape == (20, 8, 8, 3) and images.dtype == np.uint8 and images.std() > 0
     assert fid(run_dir, "keep=1", "--steps", "4") == 0
     assert [p.parent.name for p in run_dir.rglob("samples.npz")] == ["4"]
+
+
+def test_image_features_in_memory_equal_those_of_the_samples_kept_as_pngs(run_dir, digits, tmp_path):
+    torch.jit.script(torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(3), torch.nn.Flatten())).save(str(tmp_path / "pool.pt"))
+    features = f"torchscript({tmp_path}/pool.pt, 32)"
+    assert fid("stats", f"{digits}/heldout", "--out", tmp_path / "real.npz", "--features", features) == 0
+    assert fid(run_dir, f"features='{features}'", f"reference={tmp_path}/real.npz", "keep=1", "keep_format=png") == 0
+    (path,) = run_dir.glob("evals/6/*/result.json")
+    assert len(list((path.parent / "samples").glob("*.png"))) == 20
+    assert fid("stats", path.parent / "samples", "--out", tmp_path / "fake.npz", "--features", features) == 0
+    real, fake = (Statistics.load(tmp_path / f"{name}.npz").moments for name in ("real", "fake"))
+    result = results.read(path)
+    assert result["metric"] == "fd_pool" and result["resize"] == "clean"
+    assert result["value"] == pytest.approx(frechet_distance(fake, real), rel=1e-9)
 
 
 def test_a_half_written_checkpoint_is_named_and_the_others_evaluated(run_dir, capsys):

@@ -142,13 +142,13 @@ class Segments:
 
     def __init__(self, folder: Path, fingerprint: str):
         self.folder, self.fingerprint = folder, fingerprint
-        self.session = uuid.uuid4().hex[:12]
+        self.attempt = uuid.uuid4().hex[:12]
         self.interval = self.FIRST_S
         self.saved_at = time.monotonic()
         self.saved = 0
 
     def found(self) -> list[tuple[Path, list[int]]]:
-        """Files of earlier sessions and the batches in each; damaged, foreign and overlapping ones are left out."""
+        """Files of earlier attempts and the batches in each; damaged, foreign and overlapping ones are left out."""
         usable, seen = [], set()
         for path in sorted(self.folder.glob("sums-*.npz")):
             try:
@@ -172,7 +172,7 @@ class Segments:
 
     def save(self, fresh: Accumulator) -> None:
         """Writes the batches since the last save."""
-        path = self.folder / f"sums-{self.session}-{os.getpid()}-{self.saved:04d}.npz"
+        path = self.folder / f"sums-{self.attempt}-{os.getpid()}-{self.saved:04d}.npz"
         save_npz(path, fingerprint=np.str_(self.fingerprint), **fresh.state())
         self.saved += 1
         self.saved_at = time.monotonic()

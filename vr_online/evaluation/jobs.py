@@ -121,7 +121,7 @@ class Evaluator:
         return self.enabled and step > 0 and step % self.settings.every == 0
 
     def _make_up(self) -> None:
-        """Queues what jobs of an earlier session, ended with it, left undone."""
+        """Queues what jobs of an earlier launch of this run, ended with it, left undone."""
         for step in list_checkpoints(self.run_dir):
             if self.due(step) and not (self._folder(step) / "result.json").exists():
                 self.detached.queue.append(step)

@@ -43,7 +43,7 @@ class Measurement:
         n: samples, exactly as many as asked for.
         nfe: network evaluations per sample.
         continued: samples taken over from an evaluation that was killed.
-        wall_s: seconds of this session.
+        wall_s: seconds of this attempt.
     """
 
     metric: str
@@ -98,7 +98,7 @@ def measure(
 
 
 def _continue(total: Accumulator, segments: Optional[Segments], group: Group, extractor: Extractor) -> set[int]:
-    """Takes over what earlier sessions finished; returns its batches. Each rank reads its share of the files."""
+    """Takes over what earlier attempts finished; returns its batches. Each rank reads its share of the files."""
     if segments is None:
         return set()
     files = group.from_main(segments.found() if group.is_main else None)
@@ -114,7 +114,7 @@ def _continue(total: Accumulator, segments: Optional[Segments], group: Group, ex
 
 @dataclasses.dataclass
 class _Loop:
-    """The batches of one session. Rank r takes every world_size-th; all ranks meet after each, so that none waits
+    """The batches of one attempt. Rank r takes every world_size-th; all ranks meet after each, so that none waits
     long for another and all fail together."""
 
     generate: Generator
