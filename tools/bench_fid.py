@@ -16,6 +16,7 @@ The last line is JSON: `throughput_ratio` (our images/s over theirs, median of t
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import statistics
 import sys
@@ -84,6 +85,15 @@ def theirs(
         return float(fid.frechet_distance(mean, cov, reference.moments.mean, reference.moments.cov))
 
 
+def allow_new_scipy() -> None:
+    """SciPy 1.18 removed the argument that clean-fid calls its matrix square root with."""
+    from cleanfid import fid
+
+    root = fid.linalg.sqrtm
+    if "disp" not in inspect.signature(root).parameters:
+        fid.linalg.sqrtm = lambda matrix, disp=True: (root(matrix), 0.0)
+
+
 def growth(images: np.ndarray, extractor, reference: Statistics, batch_size: int) -> float:
     """MiB by which the peak of our host memory at n exceeds that at n / 10."""
 
@@ -113,6 +123,7 @@ def main() -> None:
     if args.quick:
         args.n, args.rounds, args.layers = 64, 1, "small"
     warnings.simplefilter("ignore")
+    allow_new_scipy()
     print(json.dumps(bench(args)))
 
 
