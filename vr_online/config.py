@@ -118,7 +118,7 @@ class ProbeConfig(Section):
     """Sketch of the per-sample parameter gradient (DESIGN: zero probe)."""
 
     k: int = Field(16, ge=1)
-    """Random vectors on each side of a tapped layer; their k x k pairs are the directions of the sketch."""
+    """Random orthogonal vectors on each side of a tapped layer; their k x k pairs are the directions of the sketch."""
     layers: list[str] = ["*", "!*.attn.qkv", "!*.mlp.fc2"]
     """Shell-style patterns of the names of the `nn.Linear`s to tap; one that starts with `!` excludes. In a SiT the
     default leaves out the two widest products of each block: as good as all layers, at under half the cost

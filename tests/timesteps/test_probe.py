@@ -97,8 +97,19 @@ def test_directions_depend_on_seed_and_name_alone():
     a, b, d = some.blocks[1].fc2, every.blocks[1].fc2, other.blocks[1].fc2
     assert torch.equal(a._probe_u, b._probe_u) and torch.equal(a._probe_v, b._probe_v)
     assert not torch.equal(a._probe_u, d._probe_u) and not torch.equal(a._probe_v, d._probe_v)
-    assert set(a._probe_u.unique().tolist()) == {-1.0, 1.0}
+    torch.testing.assert_close(a._probe_u.T @ a._probe_u, 8 * torch.eye(4))  # orthogonal, of length sqrt(8)
     assert not torch.equal(every.blocks[0].fc1._probe_u, every.blocks[1].fc1._probe_u)
+
+
+def test_nothing_is_lost_where_k_spans_the_layer():
+    """With k as large as both sides the mean square of the sketch is the gradient's norm, not an estimate of it."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 3, bias=False)
+    probe = attach_probe(layer, ProbeConfig(k=6, layers=["*"]))
+    x = torch.randn(1, 4, 6)
+    probe.arm(1, "cpu")
+    layer(x).exp().sum().backward()
+    torch.testing.assert_close(probe.read().square().mean(), layer.weight.grad.square().sum())
 
 
 def test_activation_checkpointing_gives_the_same_sketch():

@@ -15,7 +15,7 @@ from vr_online.flow.paths import get_path
 from vr_online.timesteps import OnlineSampler, attach_probe
 from vr_online.timesteps import proposal as prop
 
-ALL_LAYERS = ProbeConfig(k=6, layers=["*"])
+ALL_LAYERS = ProbeConfig(k=8, layers=["*"])
 
 
 class Regression:
@@ -23,8 +23,8 @@ class Regression:
     mean MEAN[b] in the first.
 
     The input is 1, so with loss = mean squared residual the gradient of a sample is -2 / m times its residual: its
-    variance is 4 SPREAD^2 / m, its second moment 4 (m SPREAD^2 + MEAN^2) / m^2, and the sketch's expectation is
-    exact for any directions. Weights stay where they are.
+    variance is 4 SPREAD^2 / m, its second moment 4 (m SPREAD^2 + MEAN^2) / m^2, and the sketch is
+    exact because k spans the layer. Weights stay where they are.
     """
 
     D, M = 1, 8
@@ -436,7 +436,7 @@ def test_state_survives_a_change_of_density():
 @pytest.mark.parametrize(
     "other, message",
     [
-        (dict(bins=8), r"timesteps.bins = 4, this run has 8"), (dict(k=4), "timesteps.probe.k = 6, this run has 4"),
+        (dict(bins=8), r"timesteps.bins = 4, this run has 8"), (dict(k=4), "timesteps.probe.k = 8, this run has 4"),
         (dict(path="gvp"), "flow.path = linear, this run has gvp"),
     ],
 )
@@ -444,7 +444,7 @@ def test_state_of_another_kind_is_refused_with_the_reason(other, message):
     problem = Regression()
     problem.steps(2)
     state = problem.sampler.state_dict()
-    probe = attach_probe(nn.Linear(4, 8), ProbeConfig(k=other.get("k", 6), layers=["*"]))
+    probe = attach_probe(nn.Linear(4, 8), ProbeConfig(k=other.get("k", 8), layers=["*"]))
     config = TimestepConfig(bins=other.get("bins", 4))
     sampler = OnlineSampler(config, probe=probe, path=get_path(other.get("path", "linear")))
     with pytest.raises(UserError, match=message):

@@ -1,7 +1,7 @@
 """The zero probe: a sketch of every sample's parameter gradient, out of the ordinary backward pass.
 
-For k random vectors u_a and k random vectors v_b, entries +-1, of each tapped `nn.Linear`, the derivatives of
-sample i's loss along the k^2 rank-one directions u_a v_b^T of the weight are
+For k random vectors u_a and k random vectors v_b of each tapped `nn.Linear`, with E u u^T = 1 = E v v^T, the
+derivatives of sample i's loss along the k^2 rank-one directions u_a v_b^T of the weight are
 
     s_iba = sum over tokens of (x v_b) (dL/dy u_a) = u_a^T G_i v_b,
 
@@ -11,7 +11,9 @@ identity whose backward computes just that gradient, so the forward pass is unto
 one probe: their sketches add up, and the mean of s_i^2 estimates the squared norm over all tapped layers.
 
 Pairing every u with every v costs next to nothing beyond the two thin products x V and dL/dy U, and leaves far
-less noise than the k pairs (u_a, v_a) alone would: see `tools/bench_probe.py`.
+less noise than the k pairs (u_a, v_a) alone. The u of a layer are orthogonal to each other, and so are the v, which
+leaves less than independent signs: none at all on a side no wider than k, such as a last layer's few outputs.
+`tools/bench_probe.py` measures both.
 """
 
 from __future__ import annotations
@@ -124,19 +126,24 @@ def _matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, p) for p in wanted) and not any(fnmatch.fnmatchcase(name, p) for p in refused)
 
 
-def _signs(rows: int, k: int, key: str) -> Tensor:
+def _directions(size: int, k: int, key: str) -> Tensor:
+    """(size, k) random columns u with E u u^T = 1, orthogonal in groups of up to `size`."""
     # torch's CPU generator uses 32 bits of its seed, so they must be hashed from all of the key.
     digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return torch.randint(0, 2, (rows, k), generator=generator).mul_(2).sub_(1).float()
+    groups = []
+    for start in range(0, k, size):
+        q, r = torch.linalg.qr(torch.randn(size, min(size, k - start), generator=generator, dtype=torch.float64))
+        groups.append(q * r.diagonal().sign())  # the one QR whose R has a positive diagonal, on every machine
+    return (torch.cat(groups, 1) * size**0.5).float()
 
 
 def _install(name: str, module: nn.Linear, state: _State, k: int, seed: int):
     if hasattr(module, "_probe_state"):
         raise RuntimeError(f"{name} is tapped already: remove the first probe, or share it")
     device = module.weight.device
-    module.register_buffer("_probe_u", _signs(module.out_features, k, f"{seed} {name} out").to(device), persistent=False)
-    module.register_buffer("_probe_v", _signs(module.in_features, k, f"{seed} {name} in").to(device), persistent=False)
+    module.register_buffer("_probe_u", _directions(module.out_features, k, f"{seed} {name} out").to(device), persistent=False)
+    module.register_buffer("_probe_v", _directions(module.in_features, k, f"{seed} {name} in").to(device), persistent=False)
     module._probe_state = state
     return module.register_forward_hook(_tap)
 
