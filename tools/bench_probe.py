@@ -250,7 +250,7 @@ def overheads(candidates: dict[str, tuple[list[str], int]], pairs: int, batch: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under a minute: little training, few samples and steps")
+    parser.add_argument("--quick", action="store_true", help="under a minute: little training, few samples, a few steps of batch 2")
     parser.add_argument("--shards", help="folder of latent shards; default: scikit-learn's digits")
     parser.add_argument("--bins", type=int, default=16)
     parser.add_argument("--per-bin", type=int, default=128, help="samples a bin for the true gradients")
@@ -265,7 +265,8 @@ def main() -> None:
     parser.add_argument("--skip", choices=["quality", "time"], help="leave out one half")
     args = parser.parse_args()
     if args.quick:
-        args.per_bin, args.train_steps, args.probe_seeds, args.pairs, args.time = 32, 60, 2, 5, []
+        args.bins, args.per_bin, args.train_steps, args.probe_seeds = 8, 32, 60, 1
+        args.pairs, args.batch, args.time = 4, 2, []
     report(args)
 
 
