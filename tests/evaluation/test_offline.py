@@ -242,18 +242,18 @@ def test_an_evaluation_killed_on_the_spot_continues_to_the_same_number(run_dir, 
 
 
 def test_two_watchers_take_each_checkpoint_once(run_dir):
-    taken = [[], []]
+    taken, failures = [[], []], []
 
     def watch(mine):
-        failures = Offline(run_dir, progress=False).watch(lambda result: mine.append(result["step"]), interval=0.05)
-        assert failures == []
+        told = Offline(run_dir, progress=False).watch(lambda result: mine.append(result["step"]), interval=0.05)
+        failures.extend(told)
 
     threads = [threading.Thread(target=watch, args=(mine,)) for mine in taken]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert sorted(taken[0] + taken[1]) == [2, 4, 6]
+    assert failures == [] and sorted(taken[0] + taken[1]) == [2, 4, 6]
 
 
 def test_a_watcher_takes_checkpoints_as_they_appear_and_ends_with_the_run(run_dir, tmp_path):

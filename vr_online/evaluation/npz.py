@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from vr_online.errors import UserError
 def save_npz(path: str | os.PathLike, **arrays: Any) -> None:
     """`numpy.savez` to a file that is either absent, old or whole; raises `UserError` when it cannot be written."""
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(aside, "wb") as file:

@@ -50,6 +50,7 @@ class Offline:
         device: where sampling and features are computed.
         download: let clean-fid fetch a missing Inception.
         force: evaluate again where there is a result.
+        took: whether the last result was made here and not found.
     """
 
     run_dir: Path
@@ -59,6 +60,7 @@ class Offline:
     download: bool = False
     force: bool = False
     progress: bool = True
+    took: bool = False
     _task: Optional[Task] = None
     _task_key: str = ""
 
@@ -87,22 +89,29 @@ class Offline:
         path, claim, result, error = None, None, None, None
         if self.group.is_main:
             try:
-                path = checkpoint.find(self.run_dir, step)
-                folder = self.folder(path)
-                done = self.is_done(int(path.name))
-                result = results.read(folder / "result.json") if done else None
-                claim = None if done else Claim.take(folder)
+                path, claim, result = self._take(step)
             except Exception as failure:
                 error = failure
         self.group.raise_together(error)
-        path, taken, result = self.group.from_main((path, claim is not None, result))
-        if not taken:
+        path, self.took, result = self.group.from_main((path, claim is not None, result))
+        if not self.took:
             return result
         try:
             return self._evaluate(path, claim)
         finally:
             if claim:
                 claim.release()
+
+    def _take(self, step: Optional[int]) -> tuple[Path, Optional[Claim], Optional[dict[str, Any]]]:
+        """The checkpoint, with a claim on it or the result it has; neither where it is another's."""
+        path = checkpoint.find(self.run_dir, step)
+        folder = self.folder(path)
+        claim = None if self.is_done(int(path.name)) else Claim.take(folder)
+        if self.is_done(int(path.name)):  # looked at with the claim in hand: another may just have finished and let go
+            if claim:
+                claim.release()
+            return path, None, results.read(folder / "result.json")
+        return path, claim, None
 
     def _evaluate(self, path: Path, claim: Optional[Claim]) -> dict[str, Any]:
         from vr_online.evaluation.generation import load_model
@@ -179,7 +188,7 @@ class Offline:
         while True:
             step, finished = self.group.from_main(self._next(failed) if self.group.is_main else None)
             if step is not None:
-                said = self.evaluate_all([step], report)
+                said = self.evaluate_all([step], lambda result: report(result) if self.took else None)
                 failures += said
                 failed |= {step} if said else set()
                 seen_at = time.monotonic()

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import time
+import uuid
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Iterator
@@ -157,7 +158,7 @@ def build(measurement: Any, task: Any, origin: Any, flow: Any, *, world_size: in
 
 def write(path: Path, result: dict[str, Any]) -> None:
     """Writes `result.json` aside and renames it; raises `UserError` when it cannot be written."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(aside, "w", encoding="utf-8") as file:
