@@ -93,7 +93,9 @@ def train(config: Config, ranks: Ranks) -> dict:
             with run.timer.pause():
                 stop.agree(run)
                 after_step(run, evaluator, ending=finished or stop.agreed)
-        evaluator.finish()
+        if ranks.is_main:
+            tqdm.write(run.sampler.verdict())
+        evaluator.finish(wait=False if stop.agreed else None)
     finally:
         bar.close()
         run.monitor.close()

@@ -35,6 +35,13 @@ def uniforms(batch_size: int, seed: int, step: int, stratified: bool) -> Tensor:
     return ((order + offset) / batch_size).clamp_(max=_BELOW_ONE)
 
 
+def half_signs(u: Tensor, stratified: bool) -> Tensor:
+    """(B,) float32 +1 and -1 that split a step's draws into two alike halves: every other one in the order of u where
+    they are stratified, so that each half is a systematic sample itself, else every other one."""
+    position = (u * len(u)).long() if stratified else torch.arange(len(u), device=u.device)
+    return 1.0 - 2.0 * (position % 2)
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copies without making the host wait for the device."""
     if device.type == "cuda":

@@ -29,10 +29,10 @@ from vr_online.timesteps import proposal as prop
 from vr_online.timesteps import rules
 from vr_online.timesteps.achieved import AchievedRatio
 from vr_online.timesteps.densities import Spec, bin_masses
-from vr_online.timesteps.draws import invert, to_device, uniforms
+from vr_online.timesteps.draws import half_signs, invert, to_device, uniforms
 from vr_online.timesteps.probe import Probe
 from vr_online.timesteps.recent import RecentLosses
-from vr_online.timesteps.statistics import BinStatistics, BinView, frozen
+from vr_online.timesteps.statistics import BinStatistics, BinView, frozen, members
 
 _VERSION = 1
 _CANNOT_PAY = 0.97  # a best possible gain above this is not worth adapting for
@@ -99,6 +99,8 @@ class OnlineSampler:
         self._micro = self._updates = 0
         self._global: tuple[Tensor, Tensor, Tensor] | None = None
         self._sums: Tensor | None = None
+        self._signs: Tensor | None = None
+        self._contrast = torch.zeros(self.statistics.k, dtype=torch.float64, device=self.device)
         self._slots: Tensor | None = None
         self._flight: tuple[Tensor, Any] | None = None
         self._skipped: Tensor | None = None
@@ -143,6 +145,10 @@ class OnlineSampler:
         sketch = self._sketch(draw, 1 / self.accumulation if scale is None else scale)
         sums = self.statistics.step_sums(draw.bin, loss, draw.weight, sketch)
         self._sums = sums if self._sums is None else self._sums + sums
+        if sketch is not None:
+            signed = self._signs[draw.first : draw.first + len(loss)] * draw.weight
+            usable = torch.where(sketch.isfinite().all(1, keepdim=True), sketch, 0.0)
+            self._contrast = self._contrast + signed.double() @ usable.double()
         if self.recent is not None:
             if self._slots is None:
                 self._slots = torch.zeros(len(self._global[0]), device=self.device)
@@ -229,7 +235,7 @@ class OnlineSampler:
         slots = (self.batch_size or 0) if self.recent is not None else 0
         if self.recent is not None and self._global is not None:
             slots = len(self._global[0])
-        return 4 * (self.config.bins * self.statistics.step_width + slots)
+        return 4 * (self.config.bins * self.statistics.step_width + self.statistics.k + slots)
 
     # State
 
@@ -311,6 +317,7 @@ class OnlineSampler:
         u = to_device(uniforms(total, self.seed, self.step, self.stratified), self.device)
         t, bin = invert(u, self.p)
         self._global = (t, self.weight[bin].float(), bin)
+        self._signs = half_signs(u, self.stratified)
         self._open, self._micro, self._updates = True, 0, 0
         self.step += 1
         self.images += total
@@ -326,13 +333,14 @@ class OnlineSampler:
         """Starts the all-reduce of the step's sums, once."""
         if self._sums is None:
             return
-        parts = [self._sums.flatten().float()] + ([self._slots] if self._slots is not None else [])
+        parts = [self._sums.flatten().float(), self._contrast.float()] + ([self._slots] if self._slots is not None else [])
         buffer = torch.cat(parts)
         handle = None
         if self.world_size > 1:
             handle = dist.all_reduce(buffer, group=self.group, async_op=True)
         self._flight = (buffer, handle)
         self._sums = self._slots = None
+        self._contrast = torch.zeros_like(self._contrast)
 
     def _settle(self) -> None:
         """Folds in the sums of a committed step."""
@@ -344,8 +352,8 @@ class OnlineSampler:
         width = self.config.bins * self.statistics.step_width
         sums = buffer[:width].view(self.config.bins, -1)
         batch = len(self._global[0])
-        self._measure(sums, batch)
-        self._baselines(sums, buffer[width:])
+        self._measure(sums, buffer[width : width + self.statistics.k], batch)
+        self._baselines(sums, buffer[width + self.statistics.k :])
         self.statistics.fold(sums, batch, self._skipped)
         self._view = None
         if self.statistics.history.due(self.step):
@@ -359,14 +367,19 @@ class OnlineSampler:
             self._view = self.statistics.view(self.config.warmup)
         return self._view
 
-    def _measure(self, sums: Tensor, batch: int) -> None:
-        """The achieved variance: p, q and the statistics are still those the step was drawn with."""
+    def _measure(self, sums: Tensor, contrast: Tensor, batch: int) -> None:
+        """The achieved variance: p and q are still those the step was drawn with."""
         if self.probe is None:
             return
-        mean = (self.weight[:, None] * sums[:, 5:].double()).sum(0) / batch
-        view = self._current_view()
+        view = self.statistics.refreshed(self._current_view(), sums)
         plain = prop.minibatch_variance(view, self.q, torch.ones_like(self.q), self.stratified) / batch
-        self.achieved.update(mean, plain * self.ready, self._skipped)
+        contrast = contrast.double()
+        if self.stratified:
+            # A bin with an odd count leaves one of its samples to a half alone; its mean is no part of the variance.
+            _, weight, bin = self._global
+            unmatched = members(bin, self.config.bins) @ (self._signs * weight).double()
+            contrast = contrast - unmatched @ view.mean_sketch
+        self.achieved.update(contrast / batch, plain * self.ready, self._skipped)
 
     def _baselines(self, sums: Tensor, slots: Tensor) -> None:
         count, loss = sums[:, 0].double(), sums[:, 2].double()

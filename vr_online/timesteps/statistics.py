@@ -7,7 +7,7 @@ ranks as one flat float32 buffer whose size depends on bins and k alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -113,9 +113,17 @@ class BinStatistics:
         columns = torch.where(used, columns, 0.0)
         bad = (~finite & (weight > 0)).double()[:, None]
         rows = torch.cat([columns[:, :1], bad, columns[:, 1:], torch.where(used, sketch, 0.0)], 1)
-        # A matrix product instead of scatter_add: the same sum every time on CUDA as well.
-        member = bin[None, :] == torch.arange(self.bins, device=bin.device)[:, None]
-        return member.double() @ rows
+        return members(bin, self.bins) @ rows
+
+    def refreshed(self, view: "BinView", step: Tensor) -> "BinView":
+        """`view` with the spread of one step's own samples, (K, 5 + k) sums, in the bins that got enough of them."""
+        count, sketch_sq, sketch = step[:, :1].double(), step[:, 4].double(), step[:, 5:].double()
+        n, k = count[:, 0], max(self.k, 1)
+        grad_sq = sketch_sq / n.clamp(min=1) / k
+        grad_var = (sketch_sq - sketch.square().sum(1) / n.clamp(min=1)) / (n - 1).clamp(min=1) / k
+        return replace(
+            view, grad_sq=torch.where(n >= 1, grad_sq, view.grad_sq), grad_var=torch.where(n >= 2, grad_var, view.grad_var)
+        )
 
     def fold(self, step: Tensor, batch_size: int, skipped: Tensor | None) -> None:
         """Takes in one step's sums over the global batch, (K, 5 + k); a step with skipped != 0 only adds to the
@@ -175,6 +183,12 @@ class BinStatistics:
 
     def _tensor(self, values) -> Tensor:
         return torch.as_tensor(values, dtype=torch.float64).clone().to(self.device)
+
+
+def members(bin: Tensor, bins: int) -> Tensor:
+    """(K, B) float64, 1 where the sample is of the bin. Its product with the samples' values sums them per bin, the same
+    every time also on CUDA, which scatter_add is not."""
+    return (bin[None, :] == torch.arange(bins, device=bin.device)[:, None]).double()
 
 
 def _stacked(rows: list[Tensor], bins: int) -> np.ndarray:
