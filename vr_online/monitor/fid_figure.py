@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any, Optional, Sequence
 
@@ -66,9 +67,15 @@ def _label(run: Run, chosen: dict[str, str], differing: Sequence[str], several: 
     for name in differing:
         value = json.loads(chosen[name])
         if value is not None:
-            text = value[:8] if name.endswith("hash") and isinstance(value, str) else value
-            parts.append(PROTOCOL[name].format(text))
+            parts.append(PROTOCOL[name].format(_short(name, value)))
     return ", ".join(map(str, parts))
+
+
+def _short(name: str, value: Any) -> Any:
+    """A value that fits a legend: hashes by their first digits, whole dictionaries by a hash."""
+    if isinstance(value, dict):
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+    return value[:8] if name.endswith("hash") and isinstance(value, str) else value
 
 
 def curves(runs: Sequence[Run], metric: str) -> dict[str, list[dict[str, Any]]]:
