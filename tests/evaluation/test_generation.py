@@ -295,3 +295,9 @@ def test_sample_command_explains_mistakes(run_dir, tmp_path, monkeypatch, capsys
 def test_classes_are_numbers_ranges_and_names():
     names = ["cat", "dog", "t-shirt", "boat"]
     assert parse_classes("3, dog,0-2,t-shirt", names) == [3, 1, 0, 1, 2, 2]
+
+
+def test_labels_come_from_the_classes_of_the_data_when_the_model_has_more():
+    model = torch.nn.Linear(1, 1)
+    sampler = Sampler(model, None, EvaluationConfig(labels="random", n=64), None, 10, latent_shape=(1, 2, 2), known_classes=3)
+    assert set(sampler.labels(0, 200).tolist()) == {0, 1, 2}

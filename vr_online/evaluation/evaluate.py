@@ -162,7 +162,9 @@ class ModelGenerator:
         from vr_online.evaluation.generation import Sampler
 
         self.task = task
-        self.sampler = Sampler(model, flow, task.settings, task.info.norm, model.num_classes)
+        self.sampler = Sampler(
+            model, flow, task.settings, task.info.norm, model.num_classes, known_classes=task.info.num_classes
+        )
 
     @property
     def evaluations(self) -> int:

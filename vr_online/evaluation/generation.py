@@ -72,15 +72,18 @@ class Sampler:
         norm: brings samples back to the scale of stored latents; None leaves them as the model sees data.
         num_classes: classes the model was trained with.
         latent_shape: (C, H, W); None takes the model's.
+        known_classes: the first so many classes occur in the data, and labels come from them; None for all.
 
     Attributes:
         evaluations: velocity evaluations so far, summed over samples. Guidance does not count double.
     """
 
     def __init__(self, model: nn.Module, flow: Flow, settings: "EvaluationConfig", norm: Optional["LatentNorm"],
-                 num_classes: int, *, latent_shape: Optional[Sequence[int]] = None):
+                 num_classes: int, *, latent_shape: Optional[Sequence[int]] = None,
+                 known_classes: Optional[int] = None):
         self.model, self.flow, self.settings, self.norm, self.num_classes = model, flow, settings, norm, num_classes
         self.latent_shape = tuple(latent_shape or model.latent_shape)
+        self.known_classes = known_classes or num_classes
         self.evaluations = 0
         self._check()
 
@@ -91,7 +94,7 @@ class Sampler:
 
     def labels(self, first: int, last: int) -> Tensor:
         """Labels (last - first,) int64 of these samples."""
-        return sample_labels(self.settings.labels, first, last, self.num_classes, self.settings.seed)
+        return sample_labels(self.settings.labels, first, last, self.known_classes, self.settings.seed)
 
     @torch.no_grad()
     def latents(self, first: int, last: int, labels: Optional[Tensor] = None) -> Tensor:

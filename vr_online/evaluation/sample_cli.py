@@ -128,7 +128,9 @@ def generate(loaded: LoadedModel, settings: "EvaluationConfig", n: int, classes:
     from vr_online.data.codecs import codec_for
 
     codec = codec_for(loaded.info, codec_path, device)
-    sampler = Sampler(loaded.model, loaded.flow, settings, loaded.info.norm, loaded.model.num_classes)
+    sampler = Sampler(
+        loaded.model, loaded.flow, settings, loaded.info.norm, loaded.model.num_classes, known_classes=loaded.info.num_classes
+    )
     labels = torch.tensor([classes[k % len(classes)] for k in range(n)]) if classes else sampler.labels(0, n)
     with tqdm(total=n, unit="image", desc="sampling") as bar:
         images = [decode_images(codec, latents) for latents in sampler.batches(0, n, labels, bar)]
