@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -112,3 +114,15 @@ def test_damaged_checkpoint_is_passed_over(tiny, launch, tmp_path):
     done = launch(tiny)
     assert done.returncode == 0, done.output
     assert checkpoint.list_checkpoints(tmp_path / "run") == [3, 6]
+
+
+@pytest.mark.parametrize("key, value", [("timesteps.bins", "8"), ("flow.path", "gvp")])
+def test_a_checkpoint_of_other_bins_or_path_is_refused(key, value, tiny, tmp_path):
+    """One process suffices: the refusal comes before the first step."""
+    config = tmp_path / "empty.yaml"
+    config.write_text("{}\n")
+    command = [sys.executable, "-m", "vr_online.train", "--config", str(config), *tiny, "train.steps=3"]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    refused = subprocess.run([*command, f"{key}={value}"], capture_output=True, text=True)
+    assert refused.returncode == 2 and key in refused.stderr and value in refused.stderr, refused.stderr
+    assert checkpoint.list_checkpoints(tmp_path / "run") == [3]

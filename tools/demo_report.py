@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from vr_online.config import EvaluationConfig
 from vr_online.data.codecs import codec_for
@@ -26,11 +27,12 @@ PER_ROW = 8
 
 def generate(run: Path, per_class: int, steps: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """uint8 images (N, h, w, 1) by class, their labels (N,) and the names of the classes, from the averaged weights."""
-    model, config, info, _, flow = load_model(run)
+    model, _, info, _, flow = load_model(run)
     labels = torch.arange(info.num_classes).repeat_interleave(per_class)
-    settings = EvaluationConfig(solver="heun", steps=steps, batch_size=256, seed=10_000)
-    latents = Sampler(model, flow, settings, info.norm, model.num_classes).latents(0, len(labels), labels)
-    return decode_images(codec_for(info), latents), labels.numpy(), info.class_names
+    settings = EvaluationConfig(solver="heun", steps=steps, batch_size=50, seed=10_000)
+    with tqdm(total=len(labels), unit="sample", desc="sampling") as bar:
+        parts = list(Sampler(model, flow, settings, info.norm, model.num_classes).batches(0, len(labels), labels, bar))
+    return decode_images(codec_for(info), torch.cat(parts)), labels.numpy(), info.class_names
 
 
 def class_accuracy(images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
