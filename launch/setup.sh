@@ -24,7 +24,7 @@ setup() {
     export PATH="$PWD/.venv/bin:$PATH"
 }
 
-# How many processes to launch: every GPU, or two on the CPU.
+# How many processes to launch: the GPUs, or two on the CPU; a power of two up to 8, which divides the demo's batch and shards.
 processes() {
-    python -c 'import torch; print(torch.cuda.device_count() or 2)'
+    python -c 'import torch; n = torch.cuda.device_count() or 2; print(max(r for r in (1, 2, 4, 8) if r <= n))'
 }
