@@ -8,7 +8,7 @@ import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Optional
 
 import numpy as np
 import torch
@@ -113,9 +113,13 @@ class Run:
     def total_steps(self) -> int:
         return self.config.train.total_steps
 
-    def average_model(self, weights: str = "ema") -> SiT:
-        """A plain model on every rank with the averaged (or raw) weights, in evaluation mode. All ranks call it."""
-        model = _new_model(self.config, self.info, compiled=False).to(self.device, self.dtype)
+    def average_model(self, weights: str = "ema", dtype: Optional[torch.dtype] = None) -> SiT:
+        """A plain model on every rank with the averaged (or raw) weights, in evaluation mode. All ranks call it.
+
+        Args:
+            dtype: of its weights; None for that of the training.
+        """
+        model = _new_model(self.config, self.info, compiled=False).to(self.device, dtype or self.dtype)
         flats = self.ema.averages if weights == "ema" else self.masters.flats
         gather_into(model, self.masters.fragments, flats, self.device)
         return model.eval().requires_grad_(False)

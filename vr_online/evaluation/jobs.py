@@ -146,7 +146,7 @@ class Evaluator:
     def _inline(self, run: Any) -> None:
         path = self.run_dir / "checkpoints" / str(run.step)
         with untouched_randomness():
-            model = run.average_model(self.settings.weights)
+            model = run.average_model(self.settings.weights, torch.float32)  # as offline, whatever engine.precision is
             try:
                 result = evaluate_model(
                     model,
