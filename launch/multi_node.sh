@@ -2,7 +2,7 @@
 # Several machines over ssh, listed in a hostfile of lines such as `node01 slots=8`.
 #   launch/multi_node.sh HOSTFILE configs/imagenet256_xl.yaml [key.sub=value ...]
 # All machines need this folder and the run directory at the same path (a shared file system), the same environment,
-# and ssh without a password. Run the same line again to continue, also with another number of machines.
+# ssh without a password, and pdsh on this one (apt-get install pdsh). Run the same line again to continue, also with another number of machines.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -ge 2 ] || { sed -n '2,5p' "$0"; exit 2; }

@@ -12,6 +12,7 @@ setup() {
             return 1
         }
         "${PYTHON:-python3}" -m venv .venv || {
+            rm -rf .venv
             echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
             return 1
         }

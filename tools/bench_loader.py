@@ -140,7 +140,7 @@ def resident_mb() -> float:
 
 
 def memory_growth(folder: Path, workers: int, samples: int) -> float:
-    """MB by which the last tenth of the samples finds more in use than the second tenth."""
+    """MB by which the last tenth of the samples finds more in use than the third, by when buffers and caches are full."""
     readings = []
     with ours(folder, workers) as stream, tqdm(total=samples, desc="memory", unit="latents") as bar:
         while bar.n < samples:
@@ -149,7 +149,7 @@ def memory_growth(folder: Path, workers: int, samples: int) -> float:
                 bar.update(BATCH)
             readings.append(resident_mb())
     tenth = len(readings) // 10
-    return statistics.median(readings[-tenth:]) - statistics.median(readings[tenth : 2 * tenth])
+    return statistics.median(readings[-tenth:]) - statistics.median(readings[2 * tenth : 3 * tenth])
 
 
 def demo_wait_share(folder: Path, steps: int) -> float:

@@ -49,6 +49,8 @@ CANDIDATES = {
     "mlp.fc1 and final": ["blocks.*.mlp.fc1", "final_layer.*"],
     "adaLN and final": ["*adaLN_modulation.1", "final_layer.linear"],
     "final": ["final_layer.*"],
+    "adaLN, final and proj": ["*adaLN_modulation.1", "final_layer.linear", "*.attn.proj"],
+    "adaLN, and proj and fc1 of even blocks": ["*", "!*.attn.qkv", "!*.mlp.fc2", "!blocks.*[13579].attn.proj", "!blocks.*[13579].mlp.fc1"],
 }
 KS = (4, 8, 12, 16, 24)
 

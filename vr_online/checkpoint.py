@@ -65,6 +65,7 @@ def save(
         for file, text in files.items():
             _write_text(temporary / file, text)
         write_state(temporary / "sampler.safetensors", sampler)
+        _sync_file(temporary / "sampler.safetensors")
         sizes = {p.name: p.stat().st_size for p in sorted(temporary.iterdir())}
         whole = {"format": FORMAT, "step": step, "world_size": ranks.world_size, **manifest, "files": sizes}
         _write_text(temporary / "manifest.json", json.dumps(whole, indent=1))
@@ -108,6 +109,10 @@ def _write_fragments(path: Path, masters: MasterWeights, averages: list[torch.Te
     }
     header = {f.name: [f.start, f.numel, list(f.shape)] for f in masters.fragments}
     save_file(tensors, path, {"fragments": json.dumps(header), "optimizer_steps": str(masters.optimizer_steps)})
+    _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 

@@ -26,7 +26,9 @@ class ConfigError(UserError):
 class Section(BaseModel):
     """Strict base of every section: no unknown keys, no silent type conversion."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class DataConfig(Section):
@@ -119,10 +121,14 @@ class ProbeConfig(Section):
 
     k: int = Field(16, ge=1)
     """Random orthogonal vectors on each side of a tapped layer; their k x k pairs are the directions of the sketch."""
-    layers: list[str] = ["*", "!*.attn.qkv", "!*.mlp.fc2"]
+    enabled: bool = True
+    """Off saves the probe's two per cent or so of a step; the variance over t is then neither learned from nor shown."""
+    layers: list[str] = Field(
+        ["*", "!*.attn.qkv", "!*.mlp.fc2", "!blocks.*[13579].attn.proj", "!blocks.*[13579].mlp.fc1"], min_length=1
+    )
     """Shell-style patterns of the names of the `nn.Linear`s to tap; one that starts with `!` excludes. In a SiT the
-    default leaves out the two widest products of each block: as good as all layers, at under half the cost
-    (tools/bench_probe.py)."""
+    default taps every layer that sees one vector a sample, and of those that see all tokens the narrower two in every
+    other block: nearly as good as all layers, at a third of the cost (tools/bench_probe.py)."""
 
 
 class TimestepConfig(Section):
@@ -216,6 +222,12 @@ class OptimizerConfig(Section):
     lr_min: float = Field(0.0, ge=0)
     """Last learning rate of the cosine."""
 
+    @model_validator(mode="after")
+    def _ends(self) -> "OptimizerConfig":
+        if self.lr_min > self.lr:
+            raise ValueError(f"lr_min {self.lr_min} is above lr {self.lr}")
+        return self
+
     @field_validator("betas")
     @classmethod
     def _betas(cls, betas: list[float]) -> list[float]:
@@ -235,6 +247,20 @@ class EmaConfig(Section):
     """Relative width of the power-function average (EDM2 equation 6; below 1/sqrt(12))."""
 
 
+DEEPSPEED_KEYS_SET_ELSEWHERE = {
+    "train_batch_size": "train.batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.batch_size and train.micro_batch_size",
+    "gradient_clipping": "train.clip",
+    "optimizer": "the section optimizer",
+    "scheduler": "optimizer.schedule",
+    "bf16": "engine.precision",
+    "fp16": "engine.precision",
+    "zero_optimization.stage": "engine.zero_stage",
+    "zero_optimization.sub_group_size": "the trainer (one flat shard, so that the gradient's norm is whole)",
+}
+
+
 class EngineConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO stage."""
@@ -242,6 +268,17 @@ class EngineConfig(Section):
     """Compute precision; master weights, optimizer state, EMA and t are always fp32."""
     deepspeed: dict[str, Any] = {}
     """Further DeepSpeed keys, merged over the generated ones (bucket sizes, communication data type, ...)."""
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _not_ours(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        for ours, instead in DEEPSPEED_KEYS_SET_ELSEWHERE.items():
+            node: Any = keys
+            for part in ours.split("."):
+                node = node.get(part) if isinstance(node, dict) else None
+            if node is not None:
+                raise ValueError(f"{ours} is set by {instead}, not here")
+        return keys
 
 
 class CheckpointConfig(Section):

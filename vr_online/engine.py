@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 from dataclasses import dataclass
 from typing import Iterator
 
@@ -57,11 +58,11 @@ def deepspeed_config(config: Config, plan: BatchPlan) -> dict:
             "sub_group_size": 10**12,  # one flat shard, so one optimizer call a step
         },
     }
-    if stage in (1, 2):
-        generated["zero_optimization"]["compute_grad_norm"] = False
-    if bf16 and plan.accumulation > 1 and stage > 0:
+    fp32_sums = bf16 and plan.accumulation > 1 and stage > 0
+    if fp32_sums:
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
-        generated["zero_optimization"].pop("compute_grad_norm", None)
+    if stage == 2 or (stage == 1 and not fp32_sums):  # stage 1 with fp32 sums of bf16 gradients cannot do without
+        generated["zero_optimization"]["compute_grad_norm"] = False
     return _merge(generated, config.engine.deepspeed)
 
 
@@ -87,8 +88,33 @@ def build_engine(model: nn.Module, config: Config, plan: BatchPlan):
         trainable, config.optimizer, config.train.clip, group=dist.group.WORLD if sharded and plan.world_size > 1 else None
     )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, plan))
+    _leave_checks_to_the_optimizer(engine)
     optimizer.ready = True
     return engine, optimizer
+
+
+def _leave_checks_to_the_optimizer(engine) -> None:
+    """DeepSpeed asks the host at every step whether the gradient is finite, at ZeRO 3 and in some bf16 modes; the
+    optimizer has found that out on the device, and the host need not wait."""
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import stage3
+
+    for module in (bf16_optimizer, stage3):
+        module.is_invalid_grad_norm = lambda norm: False
+    if hasattr(engine.optimizer, "fp32_groups"):
+        engine.optimizer.step = types.MethodType(_step_of_replicated_masters, engine.optimizer)
+
+
+@torch.no_grad()
+def _step_of_replicated_masters(self, closure=None) -> None:
+    """bf16 without ZeRO: gradients to the fp32 masters, their step, and back."""
+    pairs = [pair for lows, highs in zip(self.fp16_groups, self.fp32_groups) for pair in zip(lows, highs)]
+    for low, high in pairs:
+        high.grad = torch.zeros_like(high) if low.grad is None else low.grad.to(high.dtype)
+    self.optimizer.step()
+    for low, high in pairs:
+        high.grad = None
+        low.copy_(high)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import uuid
 from pathlib import Path
 from typing import Iterator
 
@@ -23,7 +24,8 @@ def written_aside(path: str | os.PathLike, hint: str = "") -> Iterator[Path]:
         UserError: for an `OSError` in the block or here (a full disk, missing permission), naming `path`.
     """
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Not the process id: another machine that shares the folder may have the same.
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield aside

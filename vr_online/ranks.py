@@ -76,6 +76,8 @@ class Ranks:
         return self._watch.read()
 
     def close(self) -> None:
+        """Ends the group once every rank is here."""
+        self.gather(None)
         self._watch.stop()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -24,7 +24,7 @@ from vr_online.files import write_atomic
 from vr_online.flow.paths import get_path
 from vr_online.flow.targets import Flow
 from vr_online.models.sit import SiT, build_sit
-from vr_online.models.weights import load_init
+from vr_online.models.weights import load_init, load_state
 from vr_online.monitor.monitor import Monitor
 from vr_online.monitor.speed import StepTimer
 from vr_online.optim import GuardedAdamW, Schedule
@@ -167,6 +167,11 @@ def open_data(config: Config) -> DatasetInfo:
             f"data.codec is {config.data.codec}, but {dataset_location(config)} was encoded with {info.codec}; "
             "encode the images again with that codec, or correct data.codec"
         )
+    if config.data.flip and info.codec != "pixel":
+        raise UserError(
+            f"data.flip is true, but the shards hold latents of the codec {info.codec}, and a mirrored latent is not the latent "
+            "of a mirrored image; encode with --flip both instead"
+        )
     if config.data.norm:
         info.norm.check_matches(LatentNorm(config.data.norm["mean"], config.data.norm["std"]))
     return info
@@ -187,6 +192,8 @@ def start(config: Config, ranks: Ranks) -> Run:
     _check_compiler(config, ranks)
     plan = plan_batch(config.train.batch_size, config.train.micro_batch_size, ranks.world_size)
     found = _checkpoint_to_resume(config, ranks)
+    if found:
+        _check_same_run(config, found)
     flow = Flow(get_path(config.flow.path), config.flow.prediction)
     stream = LatentStream(
         config.data, info, rank=ranks.rank, world_size=ranks.world_size, batch_size=plan.micro_batch_size, seed=config.seed
@@ -194,11 +201,11 @@ def start(config: Config, ranks: Ranks) -> Run:
     model = _new_model(config, info)
     num_classes = model.num_classes
     if found:
-        model.load_state_dict(checkpoint.load_weights(found, "raw"), strict=False)
+        load_state(model, checkpoint.load_weights(found, "raw"), str(found))
     elif config.model.init:
         load_init(model, config.model.init)
     model.to(ranks.device)
-    probe = attach_probe(model, config.timesteps.probe, seed=config.seed)
+    probe = attach_probe(model, config.timesteps.probe, seed=config.seed) if config.timesteps.probe.enabled else None
     sampler = OnlineSampler(
         config.timesteps, path=flow.path, prediction=config.flow.prediction, seed=config.seed, probe=probe, batch_size=plan.batch_size,
         accumulation=plan.accumulation, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device,
@@ -248,18 +255,24 @@ def _checkpoint_to_resume(config: Config, ranks: Ranks) -> Path | None:
 
 
 # What may not change between the run that wrote a checkpoint and the one that continues it.
-FIXED = ("seed", "flow.path", "flow.prediction", "timesteps.bins", "train.batch_size")
+FIXED = (
+    "seed", "train.batch_size", "flow.path", "flow.prediction", "timesteps.bins", "model.name", "model.depth",
+    "model.hidden_size", "model.num_heads", "model.patch_size", "model.num_classes", "model.learn_sigma",
+)
 
 
-def _restore(run: Run, path: Path) -> None:
+def _check_same_run(config: Config, path: Path) -> None:
     saved = load_config(path / "config.yaml")
     for key in FIXED:
-        before, now = _value(saved, key), _value(run.config, key)
+        before, now = _value(saved, key), _value(config, key)
         if before != now:
             raise UserError(
                 f"{path}: was written with {key}={before}, and the configuration now says {now}; "
                 f"set {key}={before} to continue this run, or give the new one another name"
             )
+
+
+def _restore(run: Run, path: Path) -> None:
     manifest = checkpoint.manifest_of(path)
     checkpoint.restore(path, run.masters, run.ema.averages)
     run.step = manifest["step"]

@@ -79,7 +79,7 @@ def train(config: Config, ranks: Ranks) -> dict:
     """
     run = start(config, ranks)
     evaluator = run.extra["evaluator"] = Evaluator(config, run.info, ranks, run.monitor)
-    stop, last = StopSignal(), {}
+    stop, last = StopSignal(), run.monitor.last_line() if run.step == run.total_steps else {}
     bar = tqdm(total=run.total_steps, initial=run.step, unit="step", disable=not ranks.is_main, dynamic_ncols=True)
     try:
         if run.step and evaluator.missed(run.step):
@@ -92,7 +92,7 @@ def train(config: Config, ranks: Ranks) -> dict:
                 last = log(run, bar)
             with run.timer.pause():
                 stop.agree(run)
-                after_step(run, evaluator, ending=finished or stop.agreed)
+                after_step(run, evaluator, stopping=stop.agreed)
         if ranks.is_main:
             tqdm.write(run.sampler.verdict())
         evaluator.finish(wait=False if stop.agreed else None)
@@ -105,13 +105,18 @@ def train(config: Config, ranks: Ranks) -> dict:
     return {"steps": run.step, "images": run.images, "loss": last.get("train/loss"), "run_dir": str(run.directory), **evaluator.summary()}
 
 
-def after_step(run: Run, evaluator: Evaluator, ending: bool) -> None:
-    """What is due after a step: a checkpoint, a grid of samples, an evaluation. All ranks call it."""
+def after_step(run: Run, evaluator: Evaluator, stopping: bool) -> None:
+    """What is due after a step: a checkpoint, a grid of samples, an evaluation. All ranks call it.
+
+    A run that is told to stop writes the checkpoint only; continued, it makes up for the evaluation.
+    """
     config, finished = run.config, run.step == run.total_steps
     evaluate = evaluator.due(run.step) or (finished and evaluator.enabled)
-    if ending or evaluate or run.step % config.checkpoint.every == 0:
+    if finished or stopping or evaluate or run.step % config.checkpoint.every == 0:
         run.monitor.flush()
         run.save()
+    if stopping:
+        return
     if config.monitor.samples_every and (finished or run.step % config.monitor.samples_every == 0):
         show_samples(run)
     if evaluate:
@@ -151,7 +156,7 @@ def _stop_if_diverged(run: Run, snapshot: dict) -> None:
     if in_a_row < run.config.train.max_skipped:
         return
     bad = [b for b, count in enumerate(snapshot.get("nonfinite", [])) if count]
-    where = f"; non-finite losses fell into bins {bad} of {len(snapshot['p'])}" if bad else ""
+    where = f"; non-finite losses so far fell into bins {bad} of {len(snapshot['p'])}" if bad else ""
     raise UserError(
         f"step {run.step}: the loss or gradient was not finite for the last {in_a_row} steps in a row{where}. The weights are "
         f"those of the last good step. Lower optimizer.lr or train.clip, or look at the data; checkpoints in {run.directory}"
@@ -164,8 +169,10 @@ def show_samples(run: Run) -> None:
     if run.ranks.is_main:
         grid = preview(model, run.flow, run.info, run.config.monitor)
         run.monitor.images(run.step, "samples", grid)
-        (run.directory / "samples").mkdir(exist_ok=True)
-        save_png(run.directory / "samples" / f"{run.step}.png", grid)
+        try:
+            save_png(run.directory / "samples" / f"{run.step}.png", grid)
+        except UserError as error:
+            tqdm.write(f"the grid of step {run.step} is not on disk ({error}); training goes on")
 
 
 class StopSignal:
@@ -205,6 +212,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, overrides)
     if args.dry_run:
         return _dry_run(config, args.world_size)
+    describe(config, open_data(config), int(os.environ.get("WORLD_SIZE", 1)))  # refuses what cannot run, before any device work
     ranks = Ranks()
     try:
         summary = train(config, ranks)

@@ -193,11 +193,12 @@ class Evaluator:
             self.detached.finish(self.settings.wait_at_end if wait is None else wait)
 
     def summary(self) -> dict[str, float]:
-        """The numbers of the last evaluation, by name, where it is done."""
-        if self._last is None and self._last_step is not None and self.group.is_main:
-            path = self._folder(self._last_step) / "result.json"
+        """The numbers of the last evaluation, by name, where it is done; of the run's newest if this launch made none."""
+        if self._last is None and self.group.is_main:
+            done = [int(p.parent.name) for p in (self.run_dir / "evals").glob("*/result.json") if p.parent.name.isdigit()]
+            step = max(done, default=-1) if self._last_step is None else self._last_step
             with contextlib.suppress(UserError):
-                self._last = results.read(path) if path.exists() else None
+                self._last = results.read(self._folder(step) / "result.json") if step in done else None
         return dict(self._last["metrics"]) if self._last else {}
 
 

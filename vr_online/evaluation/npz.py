@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import os
-import uuid
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vr_online.errors import UserError
+from vr_online.files import written_aside
 
 
 def save_npz(path: str | os.PathLike, **arrays: Any) -> None:
     """`numpy.savez` to a file that is either absent, old or whole; raises `UserError` when it cannot be written."""
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "wb") as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
+    with written_aside(path) as aside, open(aside, "wb") as file:
+        np.savez(file, **arrays)
 
 
 def load_npz(path: str | os.PathLike, keys: tuple[str, ...]) -> dict[str, np.ndarray]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import time
-import uuid
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Iterator
@@ -18,6 +16,7 @@ from PIL import Image
 from vr_online.config import EvaluationConfig
 from vr_online.errors import UserError
 from vr_online.evaluation.statistics import digest
+from vr_online.files import write_atomic
 
 TIME_CONVENTION = "t=0 noise, t=1 data"
 PACKAGES = ("vr_online", "torch", "numpy", "scipy", "clean-fid", "onnxruntime")
@@ -158,20 +157,7 @@ def build(measurement: Any, task: Any, origin: Any, flow: Any, *, world_size: in
 
 def write(path: Path, result: dict[str, Any]) -> None:
     """Writes `result.json` aside and renames it; raises `UserError` when it cannot be written."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        reason = error.strerror or error
-        raise UserError(
-            f"{path}: cannot write the result: {reason}; free space and evaluate again, finished samples are kept"
-        ) from None
+    write_atomic(path, json.dumps(result, indent=1), hint="free space and evaluate again, finished samples are kept")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import zipfile
 from pathlib import Path
@@ -11,8 +10,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vr_online.errors import UserError
 from vr_online.evaluation.features import to_uint8
+from vr_online.files import written_aside
 
 
 class SampleKeeper:
@@ -34,31 +33,16 @@ class SampleKeeper:
         with torch.no_grad():
             images = samples if samples.dtype == torch.uint8 else to_uint8(self.decode(samples))
         array = images.permute(0, 2, 3, 1).contiguous().cpu().numpy()
-        path = self._path(batch)
-        aside = path.with_suffix(f".{os.getpid()}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(aside, "wb") as file:
-                np.save(file, array)
-            os.replace(aside, path)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise UserError(f"{path}: cannot write samples: {error.strerror or error}") from None
+        with written_aside(self._path(batch)) as aside, open(aside, "wb") as file:
+            np.save(file, array)
 
     def join(self, target: Path, n: int, batches: int) -> None:
         """Joins all batches into `target` and removes them: an .npz with `arr_0` (n, H, W, 3) uint8, or a folder of PNGs."""
-        aside = target.with_name(f".{target.name}.{os.getpid()}.part")
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
+        with written_aside(target) as aside:
             if target.suffix == ".npz":
                 self._join_npz(aside, n, batches)
-                os.replace(aside, target)
             else:
                 self._join_png(aside, batches)
-                shutil.rmtree(target, ignore_errors=True)
-                os.rename(aside, target)
-        except OSError as error:
-            raise UserError(f"{target}: cannot write samples: {error.strerror or error}") from None
         self.clear()
 
     def _join_npz(self, path: Path, n: int, batches: int) -> None:

@@ -9,6 +9,8 @@ from typing import Optional, Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from vr_online.files import written_aside
+
 _READABLE = 48  # pixels below which an image is enlarged
 _GAP = 2
 _INK = (40, 40, 40)
@@ -74,8 +76,5 @@ def image_grid(
 
 def save_png(path: str | Path, image: np.ndarray) -> None:
     """Writes a (H, W, 3) uint8 image, making the folder; a reader never sees half a file."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    Image.fromarray(image).save(aside, format="PNG")
-    aside.replace(path)
+    with written_aside(path) as aside:
+        Image.fromarray(image).save(aside, format="PNG")

@@ -137,6 +137,12 @@ class Monitor:
         with self._guard(str(self.run_dir / name)):
             append_record(self.run_dir / name, record)
 
+    def last_line(self) -> dict[str, Any]:
+        """The newest line of `metrics.jsonl`; {} where there is none."""
+        path = self.run_dir / METRICS_FILE
+        lines = read_records(path) if self.enabled and path.exists() and path.stat().st_size else []
+        return lines[-1] if lines else {}
+
     def bins(self, step: int, snapshot: Mapping[str, np.ndarray]) -> None:
         """Appends the snapshot's (K,) arrays to `bins.jsonl`; curves, and from time to time figures, to TensorBoard."""
         if not self.enabled or not snapshot:

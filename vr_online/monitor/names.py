@@ -101,6 +101,7 @@ def custom_scalar_layout() -> dict:
             "weights: effective sample share": ["Multiline", ["sampler/ess"]],
             "weights: largest": ["Multiline", ["sampler/weight_max"]],
             "gradient variance per bin": ["Multiline", ["bins/grad_var/.*"]],
+            "gradient second moment per bin": ["Multiline", ["bins/grad_sq/.*"]],
             "proposal per bin": ["Multiline", ["bins/p/.*"]],
             "loss per bin": ["Multiline", ["bins/loss/.*"]],
             "longest unvisited bin (images)": ["Multiline", ["sampler/age_max"]],

@@ -410,7 +410,9 @@ class OnlineSampler:
             p, ready_p = self._learned(rules.PROPOSALS[self.proposal.name], self.proposal, context, q, self.config.floor)
             ready = ready & ready_p
         else:
-            p = prop.mixed(self._masses(self.proposal), q, self.config.floor)
+            # Without weights there is nothing for the floor to bound, and the density is drawn as published.
+            floor = self.config.floor if self.config.correction else 0.0
+            p = prop.mixed(self._masses(self.proposal), q, floor)
         self._use(q, p, ready)
 
     def _learned(self, rule: rules.Rule, spec: Spec, context: rules.Context, base: Tensor, floor: float):
