@@ -8,6 +8,7 @@ import torch
 
 from vr_online.errors import UserError
 from vr_online.flow.paths import PATHS, get_path
+from vr_online.flow import solvers
 from vr_online.flow.solvers import DIFFUSIONS, LAST_STEPS, diffusion_coefficient, integrate, integrate_sde
 
 FACTOR = torch.tensor([[0.8, 0.0], [0.6, 0.3]], dtype=torch.float64)
@@ -92,6 +93,53 @@ def test_dopri5_agrees_with_torchdiffeq_on_one_sample():
     times = torch.tensor([0.0, 1.0], dtype=torch.float64)
     theirs = odeint(lambda t, x: velocity(x, t.expand(1)), x_0, times, rtol=1e-7, atol=1e-7, method="dopri5")[-1]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
+
+
+def test_dopri5_has_torchdiffeqs_coefficients():
+    """But for the error estimate, where torchdiffeq has Shampine's."""
+    tableau = pytest.importorskip("torchdiffeq._impl.dopri5").Dopri5Solver.tableau
+    assert solvers.DP_C[1:] == pytest.approx(tableau.alpha.tolist(), abs=1e-15)
+    for ours, theirs in zip(solvers.DP_A[1:], tableau.beta, strict=True):
+        assert ours == pytest.approx(theirs.tolist(), abs=1e-15)
+
+
+def ends_of_steps(velocity, stop):
+    """Times up to which dopri5 has gone after each step: the last of the 6 evaluations of one."""
+    times = []
+
+    def noting(x, t):
+        times.append(float(t[0]))
+        return velocity(x, t)
+
+    x = integrate(noting, torch.ones(1, 2), solver="dopri5", rtol=1e-8, atol=1e-8, dtype=torch.float64, t_span=(0.0, stop)).x
+    return times[7::6], x
+
+
+@pytest.mark.parametrize("short", [1e-12, 5e-8, 9e-7, 1e-5, 1e-3])
+def test_dopri5_ends_wherever_its_steps_happen_to_land(short):
+    """An end just behind that of a step: what is left is no step that vanished."""
+
+    def velocity(x, t):
+        return -x
+
+    steps, _ = ends_of_steps(velocity, 1.0)
+    assert len(steps) > 2
+    stop = steps[-2] + short
+    there, x = ends_of_steps(velocity, stop)
+    assert there[-1] == stop and there[:-2] == steps[: len(there) - 2]
+    torch.testing.assert_close(x, torch.full_like(x, math.exp(-stop)), rtol=1e-6, atol=0)
+
+
+def test_a_step_stretched_to_the_end_is_still_refused_where_it_is_too_long():
+    """The field turns violent near the end: the steps that would reach it shrink."""
+
+    def velocity(x, t):
+        return torch.where(t > 0.9, 50.0 * torch.cos(400 * t), 0.0)[:, None].expand_as(x)
+
+    ends, x = ends_of_steps(velocity, 1.0)
+    assert ends.count(1.0) > 1 and sum(0.9 < end < 1 for end in ends) > 3
+    exact = 1 + 50 / 400 * (math.sin(400) - math.sin(360))
+    torch.testing.assert_close(x, torch.full_like(x, exact), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun", "dopri5"])

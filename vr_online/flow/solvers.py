@@ -10,8 +10,9 @@ running from noise to data). The noise is therefore sqrt(w), and sqrt(2 D) for D
 in the scale of the published SiT samples, so that `sigma` is D = sigma_t, w = 2 sigma_t.
 
 Every solver treats the samples of a batch independently, the adaptive one included: each sample has steps and an
-error of its own. (torchdiffeq's dopri5 shares one step size over the whole state, which would make a sample
-depend on its neighbours in the batch; the tests compare with it on a batch of one.)
+error of its own. That is why dopri5 is written here: torchdiffeq's shares one step size over the whole state, so that
+a sample would depend on its neighbours in the batch, and it keeps the tableau in a private module. The tests compare
+coefficients and, on a batch of one, solutions with it.
 """
 
 from __future__ import annotations
@@ -105,6 +106,11 @@ DP_A = (
 )
 DP_E = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 
+SMALLEST_STEP = 1e-7
+"""Shortest step that dopri5's error control may ask for."""
+STRETCH = 1.01
+"""Below the 1 / 0.9 by which a rejected step shrinks, so that a stretched step that fails is not tried again."""
+
 
 def _dopri5(velocity: Velocity, x: Tensor, t_span: tuple[float, float], rtol: float, atol: float) -> Solution:
     """Adaptive steps, one size a sample; finished samples wait with a step of length 0 for the rest."""
@@ -115,11 +121,12 @@ def _dopri5(velocity: Velocity, x: Tensor, t_span: tuple[float, float], rtol: fl
     h = _first_step(velocity, x, t, slope, rtol, atol)
     nfe = torch.full_like(t, 2, dtype=torch.int64)
     while bool((unfinished := t < stop).any()):
-        last = unfinished & (t + h >= stop)
-        h = torch.where(last, stop - t, h)
-        if bool((unfinished & ~(h > 1e-7)).any()):
+        if bool((unfinished & ~(h > SMALLEST_STEP)).any()):
             raise UserError(f"evaluation.solver: dopri5's step vanished at t = {float(t[unfinished].min()):.6f}; "
                             "loosen evaluation.rtol and evaluation.atol, or use heun")
+        # A step that all but reaches the end is stretched to it; what is cut off there may be as short as it likes.
+        last = unfinished & (t + STRETCH * h >= stop)
+        h = torch.where(last, stop - t, h)
         x_new, new_slope, error = _dopri5_step(velocity, x, t, torch.where(unfinished, h, 0), slope)
         ratio = _rms(error / (atol + rtol * torch.maximum(x.abs(), x_new.abs())))
         accepted = unfinished & (ratio <= 1)
