@@ -16,6 +16,7 @@ EXTRAS = {
 }
 EXTRAS["test"] = [
     "pytest>=8.0",
+    "torchdiffeq>=0.2.4",  # the reference that dopri5 is tested against
     "scipy<1.18",  # clean-fid, the tests' reference, calls sqrtm(disp=), which 1.18 no longer has
     *(requirement for extra in EXTRAS.values() for requirement in extra),
 ]
@@ -41,7 +42,6 @@ setup(
         "pyyaml>=6.0",
         "pydantic>=2.7",
         "clean-fid>=0.1.35",
-        "torchdiffeq>=0.2.4",
         "safetensors>=0.4.3",
         "tqdm>=4.66",
         "matplotlib>=3.8",

@@ -29,7 +29,7 @@ from typing import Callable, Iterator, Optional
 
 _PYTHON = ((3, 10), (3, 13))
 _REQUIRED = ("torch", "deepspeed", "webdataset", "numpy", "scipy", "tensorboard", "pydantic", "safetensors", "matplotlib",
-             "cleanfid", "torchdiffeq", "tqdm", "yaml", "PIL")
+             "cleanfid", "tqdm", "yaml", "PIL")
 _OPTIONAL = {
     "sklearn": ("scikit-learn", "the demo's digits", "demo"),
     "diffusers": ("diffusers", "the `kl` codec", "kl"),
