@@ -95,3 +95,35 @@ def test_a_half_written_claim_counts_while_it_is_young(tmp_path):
     assert Claim.take(tmp_path) is None
     os.utime(tmp_path / FILE, (1, 1))
     Claim.take(tmp_path).release()
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")])
+def test_looking_at_claims_never_raises(tmp_path, monkeypatch, error):
+    path = tmp_path / "evals" / "5" / FILE
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "nonce": "x"}))
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(Path, "touch", fail)
+    assert claimed_steps(tmp_path) == {5}
+    os.utime(path, (1, 1))
+    assert claimed_steps(tmp_path) == set(), "nobody touched it for years"
+    monkeypatch.setattr(Path, "stat", fail)
+    assert is_live(path)
+    monkeypatch.setattr(Path, "glob", fail)
+    assert claimed_steps(tmp_path) == set()
+
+
+def test_a_role_takes_over_what_its_earlier_process_left(tmp_path):
+    first = Claim.take(tmp_path, owner="training")
+    assert Claim.take(tmp_path) is None and Claim.take(tmp_path, owner="watcher") is None
+    second = Claim.take(tmp_path, owner="training")
+    assert second is not None
+    with pytest.raises(ClaimLost):
+        first.check()
+    first.release()
+    second.release()
+    with Claim.take(tmp_path):
+        assert Claim.take(tmp_path, owner="training") is None

@@ -41,13 +41,18 @@ def _read(path: Path) -> Optional[dict[str, Any]]:
 
 
 def _now(folder: Path) -> float:
-    """The file server's clock, which claims are stamped with and which may differ from this host's."""
+    """The file server's clock, which claims are stamped with and which may differ from this host's.
+
+    This host's, where the folder cannot be written (a full disk, missing permission).
+    """
     probe = folder / f".clock.{os.getpid()}.{threading.get_ident()}"
     try:
         probe.touch()
-        return probe.stat().st_mtime
-    finally:
+        now = probe.stat().st_mtime
         probe.unlink(missing_ok=True)
+        return now
+    except OSError:
+        return time.time()
 
 
 def _alive(pid: int) -> bool:
@@ -55,13 +60,13 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except (OSError, OverflowError):
         return True
     return True
 
 
 def is_live(path: Path) -> bool:
-    """Whether a claim file exists and its owner seems to be at work."""
+    """Whether a claim file exists and its owner seems to be at work; so one that cannot be looked at. Never raises."""
     claim = _read(path)
     if claim is None:
         return False
@@ -71,6 +76,8 @@ def is_live(path: Path) -> bool:
         return _now(path.parent) - path.stat().st_mtime < STALE_S
     except FileNotFoundError:
         return False
+    except OSError:
+        return True
 
 
 @contextlib.contextmanager
@@ -90,8 +97,12 @@ class Claim:
         self._thread.start()
 
     @classmethod
-    def take(cls, folder: Path) -> Optional["Claim"]:
+    def take(cls, folder: Path, owner: str = "") -> Optional["Claim"]:
         """Claims `folder`, or returns None when another process is at work there.
+
+        Args:
+            owner: a role that only one process of a run has at a time; a claim left under the same name is of an
+                earlier, ended process and is taken over at once.
 
         Raises:
             UserError: the folder cannot be written.
@@ -99,15 +110,15 @@ class Claim:
         path, nonce = folder / FILE, uuid.uuid4().hex
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if _create(path, nonce):
+            if _create(path, nonce, owner):
                 return cls(path, nonce)
-            if is_live(path):
+            if _is_taken(path, owner):
                 return None
             with _locked(folder):
-                if is_live(path):
+                if _is_taken(path, owner):
                     return None
                 path.unlink(missing_ok=True)
-                return cls(path, nonce) if _create(path, nonce) else None
+                return cls(path, nonce) if _create(path, nonce, owner) else None
         except OSError as error:
             raise UserError(f"{path}: cannot claim the evaluation: {error.strerror or error}") from None
 
@@ -141,10 +152,14 @@ class Claim:
                 continue
 
 
-def _create(path: Path, nonce: str) -> bool:
+def _is_taken(path: Path, owner: str) -> bool:
+    return is_live(path) and not (owner and (_read(path) or {}).get("owner") == owner)
+
+
+def _create(path: Path, nonce: str, owner: str) -> bool:
     """Creates the claim unless there is one. Until its contents are there, readers take it for live by its age."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    claim = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": nonce, "since": since}
+    claim = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": nonce, "owner": owner, "since": since}
     try:
         with open(path, "x") as file:
             json.dump(claim, file)
@@ -154,7 +169,10 @@ def _create(path: Path, nonce: str) -> bool:
 
 
 def claimed_steps(run_dir: Path) -> set[int]:
-    """Steps of a run whose checkpoints some evaluation is reading now."""
-    paths = [*run_dir.glob(f"evals/*/{FILE}"), *run_dir.glob(f"evals/*/*/{FILE}")]
+    """Steps of a run whose checkpoints some evaluation is reading now. Never raises: no claim is seen in a folder that fails."""
+    try:
+        paths = [*run_dir.glob(f"evals/*/{FILE}"), *run_dir.glob(f"evals/*/*/{FILE}")]
+    except OSError:
+        return set()
     steps = {path: path.relative_to(run_dir / "evals").parts[0] for path in paths}
     return {int(step) for path, step in steps.items() if step.isdigit() and is_live(path)}
