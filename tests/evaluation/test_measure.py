@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from vr_online.evaluation import npz
 from vr_online.evaluation.accumulate import Segments
 from vr_online.evaluation.frechet import Moments, frechet_distance
 from vr_online.evaluation.measure import measure
-from vr_online.evaluation.samples import SampleKeeper
+from vr_online.evaluation.samples import SampleKeeper, prune_samples
 
 ALL = ("fd", "kid", "is", "pr")
 
@@ -172,7 +173,62 @@ def test_samples_are_kept_in_order_when_asked_for(tmp_path, kind):
         images = np.stack([np.asarray(Image.open(p)) for p in sorted(target.iterdir())])
     assert images.shape == (53, 4, 5, 3) and images.dtype == np.uint8
     assert images[:, 0, 0, 0].tolist() == list(range(53))
+    keeper.join(target, 53, 6)  # what comes after may fail, and be tried again
+    keeper.clear()
     assert not list((tmp_path / "partial").iterdir())
+
+
+def test_sums_whose_samples_are_gone_are_not_continued_from(tmp_path):
+    class Cut(Pictures):
+        def __call__(self, first, last):
+            if first >= 30:
+                raise Killed
+            return super().__call__(first, last)
+
+    def attempt(generate):
+        keeper = SampleKeeper(tmp_path)
+        return measure(
+            generate, Pixels(), reference(), n=53, batch_size=10, keeper=keeper, segments=saving_always(tmp_path), progress=False
+        )
+
+    with pytest.raises(Killed):
+        attempt(Cut())
+    (tmp_path / "images-0000001.npy").unlink()
+    assert attempt(Pictures()).continued == 20
+    assert len(list(tmp_path.glob("images-*.npy"))) == 6
+
+
+@pytest.fixture
+def kept(tmp_path) -> Path:
+    """Evaluations of steps 1 to 3 that kept their samples, step 2's as PNGs, and one of other settings at step 1."""
+    for age, (place, name) in enumerate([("1/other", "samples.npz"), ("1", "samples.npz"), ("2", "samples"), ("3", "samples.npz")]):
+        path = tmp_path / place / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch() if path.suffix else path.mkdir()
+        os.utime(path, (1000 + age, 1000 + age))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "keep, variant, left",
+    [
+        (0, "", ["1", "1/other", "2", "3"]),
+        (2, "", ["1/other", "2", "3"]),
+        (1, "", ["1/other", "3"]),
+        (1, "other", ["1", "1/other", "2", "3"]),
+        (9, "", ["1", "1/other", "2", "3"]),
+    ],
+)
+def test_kept_samples_are_pruned_within_their_settings_and_only_when_asked(kept, keep, variant, left):
+    prune_samples(kept, keep, variant)
+    assert sorted(str(path.parent.relative_to(kept)) for path in kept.rglob("samples*")) == left
+
+
+def test_an_array_named_npz_is_a_clear_error(tmp_path):
+    with open(tmp_path / "x.npz", "wb") as file:
+        np.save(file, np.zeros((3, 4)))
+    with pytest.raises(UserError, match="x.npz: expected an npz file, but it is a single array"):
+        npz.load_npz(tmp_path / "x.npz", ("mu",))
 
 
 def test_measurement_is_plain_data():

@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Optional
 
 import numpy as np
 import torch
@@ -147,8 +147,12 @@ class Segments:
         self.saved_at = time.monotonic()
         self.saved = 0
 
-    def found(self) -> list[tuple[Path, list[int]]]:
-        """Files of earlier attempts and the batches in each; damaged, foreign and overlapping ones are left out."""
+    def found(self, usable_batches: Callable[[list[int]], bool] = lambda batches: True) -> list[tuple[Path, list[int]]]:
+        """Files of earlier attempts and the batches in each; damaged, foreign and overlapping ones are left out.
+
+        Args:
+            usable_batches: says whether batches may be continued from; files with others are left out too.
+        """
         usable, seen = [], set()
         for path in sorted(self.folder.glob("sums-*.npz")):
             try:
@@ -156,7 +160,7 @@ class Segments:
             except UserError:
                 continue
             batches = head["batches"].tolist() if "batches" in head else []
-            if str(head.get("fingerprint")) == self.fingerprint and batches and not seen.intersection(batches):
+            if str(head.get("fingerprint")) == self.fingerprint and batches and not seen.intersection(batches) and usable_batches(batches):
                 usable.append((path, batches))
                 seen.update(batches)
         return usable

@@ -328,6 +328,7 @@ def _write(
             f"{folder}: cannot write samples: {reason}; free space and evaluate again, finished samples are kept"
         ) from None
     results.write(folder / "result.json", result)
-    Segments(folder / "partial", "").clear()
     with contextlib.suppress(OSError):
+        Segments(folder / "partial", "").clear()  # before the images: sums are of no use without them
+        SampleKeeper(folder / "partial").clear()
         (folder / "partial").rmdir()

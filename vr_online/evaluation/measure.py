@@ -83,7 +83,7 @@ def measure(
     """
     start, group = time.monotonic(), group or Group()
     total = Accumulator(n, keep_features=bool({"kid", "pr"} & set(metrics)), with_score="is" in metrics)
-    done = _continue(total, segments, group, extractor)
+    done = _continue(total, segments, group, extractor, keeper)
     loop = _Loop(generate, extractor, total, n, batch_size, group, segments, keeper, heartbeat)
     todo = [batch for batch in range(-(-n // batch_size)) if batch not in done]
     continued = n - loop.samples(todo)
@@ -97,11 +97,14 @@ def measure(
     return Measurement(name, values[name], values, n, nfe, continued, time.monotonic() - start)
 
 
-def _continue(total: Accumulator, segments: Optional[Segments], group: Group, extractor: Extractor) -> set[int]:
+def _continue(
+    total: Accumulator, segments: Optional[Segments], group: Group, extractor: Extractor, keeper: Optional[SampleKeeper]
+) -> set[int]:
     """Takes over what earlier attempts finished; returns its batches. Each rank reads its share of the files."""
     if segments is None:
         return set()
-    files = group.from_main(segments.found() if group.is_main else None)
+    found = segments.found(*([keeper.has] if keeper else [])) if group.is_main else None
+    files = group.from_main(found)
     error = None
     try:
         for path, _ in files[group.rank :: group.world_size]:

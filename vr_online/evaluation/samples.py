@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import zipfile
 from pathlib import Path
@@ -36,14 +37,20 @@ class SampleKeeper:
         with written_aside(self._path(batch)) as aside, open(aside, "wb") as file:
             np.save(file, array)
 
+    def has(self, batches: list[int]) -> bool:
+        """Whether all these batches are there."""
+        return all(self._path(batch).exists() for batch in batches)
+
     def join(self, target: Path, n: int, batches: int) -> None:
-        """Joins all batches into `target` and removes them: an .npz with `arr_0` (n, H, W, 3) uint8, or a folder of PNGs."""
+        """Joins all batches into `target`: an .npz with `arr_0` (n, H, W, 3) uint8, or a folder of PNGs.
+
+        They stay until `clear`, so that whatever fails after this can be tried again.
+        """
         with written_aside(target) as aside:
             if target.suffix == ".npz":
                 self._join_npz(aside, n, batches)
             else:
                 self._join_png(aside, batches)
-        self.clear()
 
     def _join_npz(self, path: Path, n: int, batches: int) -> None:
         first = np.load(self._path(0), allow_pickle=False)
@@ -63,12 +70,21 @@ class SampleKeeper:
                 number += 1
 
     def clear(self) -> None:
+        """Removes all batches."""
         for path in self.folder.glob("images-*"):
             path.unlink(missing_ok=True)
 
 
-def prune_samples(evals: Path, keep: int) -> None:
-    """Removes the kept samples of all but the newest `keep` evaluations of a run."""
-    kept = [p for p in evals.rglob("samples.npz")] + [p for p in evals.rglob("samples") if p.is_dir()]
-    for path in sorted(kept, key=lambda p: p.stat().st_mtime)[: max(len(kept) - keep, 0)]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+def prune_samples(evals: Path, keep: int, variant: str = "") -> None:
+    """Removes the kept samples of all but the newest `keep` evaluations with the same settings.
+
+    Args:
+        keep: 0 removes nothing: an evaluation that keeps no samples has no say over those that others kept.
+        variant: folder below `evals/<step>`, see `results.variant`.
+    """
+    if keep == 0:
+        return
+    with contextlib.suppress(OSError):  # another evaluator may remove the same; what stays is removed next time
+        kept = [path for name in ("samples.npz", "samples") for path in evals.glob(str(Path("*", variant, name)))]
+        for path in sorted(kept, key=lambda p: p.stat().st_mtime)[:-keep]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
