@@ -9,7 +9,7 @@ core. Killed and started again, it continues. Writes report.md, results.json and
 --work and can be looked at with TensorBoard. The last line is one JSON object.
 
 For each seed the cost of an arm is the images after which it first reaches the distance that the reference arm ends with,
-over the images the reference took; the interval is Student's t over seeds on the logarithm. An arm that never gets there
+over the images after which the reference does; the interval is Student's t over seeds on the logarithm. An arm that never gets there
 has no ratio, and says so.
 """
 
@@ -41,8 +41,9 @@ ARMS: dict[str, list[str]] = {
     "mode": ["target=mode(1.29)", "proposal=same"],
     "cosmap": ["target=cosmap", "proposal=same"],
     "vr_static": ["target=vr_static({work}/vr_static.npz)", "proposal=same"],
-    "loss_second_moment": ["target=uniform", "proposal=loss_second_moment"],
-    "loss_ema": ["target=uniform", "proposal=loss_ema"],
+    # The published rules know neither smoothing nor a floor of a fifth.
+    "loss_second_moment": ["target=uniform", "proposal=loss_second_moment", "smooth=0", "floor=0.001"],
+    "loss_ema": ["target=uniform", "proposal=loss_ema", "smooth=0", "floor=0.001"],
     "online_vr": ["target=uniform", "proposal=online_vr"],
     "online_vr_logit_normal_0": ["target=logit_normal(0, 1)", "proposal=online_vr"],
     "grad_variance_1": ["target=grad_variance(1)", "proposal=same"],
@@ -160,7 +161,7 @@ def cost_ratio(arm: dict[int, dict], reference: dict[int, dict], clock: str = "i
         if reached is None:
             missed += 1
         else:
-            logs.append(math.log(reached / reference[seed][clock][-1]))
+            logs.append(math.log(reached / first_reached(reference[seed][clock], reference[seed]["distance"], goal)))
     if missed or not logs:
         return {"ratio": None, "low": None, "high": None, "seeds_that_never_reach_it": missed}
     mean = statistics.fmean(logs)
