@@ -1,5 +1,7 @@
+import gzip
 import io
 import json
+import lzma
 import os
 import tarfile
 import tracemalloc
@@ -9,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.shards_on_disk import write_shards
 from tests.evaluation.fakes import Identity
 from tests.evaluation.networks import pictures, write_pngs
 from vr_online.errors import UserError
@@ -179,6 +182,63 @@ def test_unreadable_sources_are_refused_by_name(folder, tmp_path):
     (tmp_path / "b.tar").write_bytes(whole[:3000])
     with pytest.raises(UserError, match="b.tar"):
         stats(open_source(str(tmp_path / "b.tar")))
+
+
+@pytest.mark.parametrize("suffix, compress", [(".tar", bytes), (".tar.gz", gzip.compress), (".tar.xz", lzma.compress)])
+def test_a_tar_of_images_cut_between_two_members_is_refused_by_name(folder, tmp_path, suffix, compress):
+    plain = write_tar(tmp_path / "whole.tar", [(p.name, p.read_bytes()) for p in sorted(folder.iterdir())])
+    with tarfile.open(plain) as tar:
+        third = tar.getmembers()[2].offset
+    name = f"images{suffix}"
+    (tmp_path / name).write_bytes(compress(plain.read_bytes()))
+    assert stats(open_source(str(tmp_path / name))).moments.n == 21
+    (tmp_path / name).write_bytes(compress(plain.read_bytes()[:third]))
+    with pytest.raises(UserError, match=f"{name}: the tar cannot be read to its end"):
+        stats(open_source(str(tmp_path / name)))
+
+
+def damaged_shard(folder, damage):
+    """The name of the second of three shards, its bytes put through `damage`."""
+    write_shards(folder, [5, 4, 3])
+    path = folder / "shard-00001.tar"
+    path.write_bytes(damage(path, bytearray(path.read_bytes())))
+    return path.name
+
+
+def cut_between_members(path, payload):
+    with tarfile.open(path) as tar:
+        return payload[: tar.getmembers()[4].offset]
+
+
+def flip_a_bit(path, payload):
+    with tarfile.open(path) as tar:
+        member = next(m for m in tar if m.name.endswith(".npy"))
+    payload[member.offset_data + member.size - 1] ^= 1
+    return payload
+
+
+def cut_and_closed(path, payload):
+    """Whole as a tar, two samples short of what dataset.json says."""
+    return cut_between_members(path, payload) + bytes(1024)
+
+
+@pytest.mark.parametrize(
+    "damage, why",
+    [(cut_between_members, "truncated"), (flip_a_bit, "CRC-32"), (cut_and_closed, "holds 2 samples, dataset.json says 4")],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damaged_latent_shards_are_refused_by_name(tmp_path, damage, why, rank):
+    name = damaged_shard(tmp_path, damage)
+    with pytest.raises(UserError, match=f"{name}: .*{why}.*shards verify") as error:
+        list(open_source(str(tmp_path)).samples(rank, 2))
+    assert "on_error" not in str(error.value)
+
+
+def test_ranks_share_out_the_latents_of_all_shards(tmp_path):
+    write_shards(tmp_path, [5, 4, 3], moments=True)
+    whole = [x.tolist() for x in open_source(str(tmp_path)).samples()]
+    parts = [[x.tolist() for x in open_source(str(tmp_path)).samples(rank, 3)] for rank in range(3)]
+    assert len(whole) == 12 and [x for turn in zip(*parts) for x in turn] == whole
 
 
 def test_latent_shards_are_normalised_as_the_run_does(digits):

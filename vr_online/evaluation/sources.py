@@ -6,22 +6,31 @@ Every source yields numbered samples in a fixed order; of several ranks each tak
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
 import glob
+import gzip
 import hashlib
 import io
+import lzma
 import os
-import tarfile
+import zlib
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any, BinaryIO, Iterator, Optional
 
 import numpy as np
 from PIL import Image
 
+from vr_online.data.shard import ADVICE, Expected, Sample, ShardError, read_samples
+from vr_online.data.sources import open_source as open_shard
+from vr_online.data.tar import TarError, members
 from vr_online.errors import UserError
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm"}
-_DAMAGED = (OSError, ValueError, SyntaxError, tarfile.TarError, EOFError)
+_DAMAGED = (OSError, ValueError, SyntaxError, EOFError)
+_BROKEN_TAR = (TarError, OSError, EOFError, zlib.error, lzma.LZMAError)
+_COMPRESSIONS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+_MAX_IMAGE = 1 << 30
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
@@ -93,14 +102,23 @@ class ImageSource:
 
 
 def _tar_members(files: list[str], suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
+    """(tar and member, its bytes); a tar that breaks off is refused, be it between two members."""
     for name in files:
         try:
-            with tarfile.open(name, "r|*") as tar:
-                for member in tar:
-                    if member.isfile() and member.name.lower().endswith(suffixes):
-                        yield f"{name}: {member.name}", tar.extractfile(member).read()
-        except _DAMAGED as error:
+            with _open_tar(name) as file:
+                for member, payload in members(file.read, lambda member: member.lower().endswith(suffixes), _MAX_IMAGE):
+                    if payload is not None:
+                        yield f"{name}: {member}", payload
+        except _BROKEN_TAR as error:
             raise UserError(f"{name}: the tar cannot be read to its end ({error}); fetch or write it again") from None
+
+
+def _open_tar(name: str) -> BinaryIO:
+    """The tar's own bytes, whatever it is compressed with."""
+    with open(name, "rb") as file:
+        start = file.read(8)
+    opens = [opener for magic, opener in _COMPRESSIONS.items() if start.startswith(magic)]
+    return (opens[0] if opens else open)(name, "rb")
 
 
 @dataclasses.dataclass
@@ -126,17 +144,20 @@ class LatentSource:
         return hashlib.sha256(self.info.to_json().encode()).hexdigest()
 
     def samples(self, rank: int = 0, world_size: int = 1) -> Iterator[np.ndarray]:
-        """float32 raw latents (C, H, W), not normalised."""
-        files = [str(self.folder / name) for name in self.info.shards]
-        for i, (where, payload) in enumerate(_tar_members(files, (".latent.npy",))):
-            if i % world_size == rank:
-                yield from self._latents(_load_npy(payload, where), i, where)
+        """float32 raw latents (C, H, W), not normalised.
 
-    def _latents(self, array: np.ndarray, index: int, where: str) -> Iterator[np.ndarray]:
-        stored = tuple(self.info.stored_shape)
-        if array.shape not in (stored, (2, *stored)):
-            raise UserError(f"{where}: latent of shape {array.shape}, but dataset.json says {stored}; write the shard again")
-        for flip, latent in enumerate(array[None] if array.ndim == 3 else array):
+        Raises:
+            UserError: naming the shard: damaged, cut off, or not what `dataset.json` says of it.
+        """
+        first = 0
+        for name, count in self.info.shards.items():
+            mine = (first + np.arange(count)) % world_size == rank
+            for ordinal, sample in _shard_samples(self.folder / name, Expected.of(self.info), count, mine):
+                yield from self._latents(sample.latent, first + ordinal)
+            first += count
+
+    def _latents(self, stored: np.ndarray, index: int) -> Iterator[np.ndarray]:
+        for flip, latent in enumerate(stored[None] if stored.ndim == 3 else stored):
             latent = latent.astype(np.float32)
             if self.info.moments:
                 mean, std = np.split(latent, 2)
@@ -145,11 +166,16 @@ class LatentSource:
             yield latent
 
 
-def _load_npy(payload: bytes, where: str) -> np.ndarray:
+def _shard_samples(path: Path, expected: Expected, count: int, wanted: np.ndarray) -> Iterator[tuple[int, Sample]]:
     try:
-        return np.load(io.BytesIO(payload), allow_pickle=False)
-    except _DAMAGED as error:
-        raise UserError(f"{where}: not a plain array ({error}); write the shard again") from None
+        source = open_shard(str(path))
+        try:
+            yield from read_samples(source.read, expected, str(path), count, wanted)
+        finally:
+            source.close()
+    except ShardError as error:
+        mend = "Look at the data set with `vr-online shards verify` and write this shard again"  # nothing is skipped here
+        raise UserError(str(error).replace(ADVICE, mend)) from None
 
 
 def open_source(origin: str, size: Optional[int] = None) -> ImageSource | LatentSource:
