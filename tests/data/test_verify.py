@@ -128,7 +128,7 @@ def test_keys_shared_by_two_shards_are_found(folder):
     assert f"{COUNT} keys stand in {shard_name(0)} too" in one_fault(folder)
 
 
-@pytest.mark.parametrize("name", ["0000.pkl", "x.pth", "0000.latent.pickle"])
+@pytest.mark.parametrize("name", ["0000.pkl", "x.pth", "0000.latent.pickle", "x.PKL", "0000.latent.Pt"])
 def test_a_pickle_member_is_refused_and_never_decoded(folder, tmp_path_factory, monkeypatch, name):
     class Exploit:
         def __reduce__(self):

@@ -144,7 +144,7 @@ def _samples(read: Callable[[int], bytes], limit: int, path: Path, report: Shard
     parts: dict[str, bytes] = {}
     for name, payload in members(read, None, limit):
         member_key, extension = split_name(name)
-        if extension.rpartition(".")[2] in _PICKLES:
+        if extension.rpartition(".")[2].lower() in _PICKLES:
             report.faults.append(f"{path}: the member {name!r} is a pickle, which is never decoded; remove it")
         if key is not None and member_key != key:
             yield key, parts
