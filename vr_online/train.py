@@ -167,7 +167,7 @@ def show_samples(run: Run) -> None:
     """A grid of samples from the averaged weights, to TensorBoard and `samples/<step>.png`. All ranks call it."""
     model = run.average_model()
     if run.ranks.is_main:
-        grid = preview(model, run.flow, run.info, run.config.monitor)
+        grid = preview(model, run.flow, run.info, run.config.monitor, run.config.evaluation.codec_path)
         run.monitor.images(run.step, "samples", grid)
         try:
             save_png(run.directory / "samples" / f"{run.step}.png", grid)

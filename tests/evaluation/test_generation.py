@@ -2,6 +2,7 @@
 
 import collections
 import multiprocessing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from torch import nn
 from tests.models.checkpoints import random_model, tiny_config, tiny_info, write_checkpoint
 from vr_online.cli import main
 from vr_online.config import EvaluationConfig, MonitorConfig
+from vr_online.data import codecs
 from vr_online.data.codecs import get_codec
 from vr_online.errors import UserError
 from vr_online.evaluation.generation import NoiseStreams, Sampler, decode_images, load_model, preview, sample_labels
 from vr_online.evaluation.sample_cli import parse_classes
 from vr_online.flow import Flow, get_path
+from vr_online.train import show_samples
 
 SOLVERS = ["euler", "heun", "dopri5", "euler_maruyama"]
 CONFIG, INFO = tiny_config(), tiny_info()
@@ -248,6 +251,34 @@ def test_preview_shows_latents_where_the_codec_is_missing(run_dir):
     loaded = load_model(run_dir)
     elsewhere = loaded.info.model_copy(update={"codec": "tae", "codec_path": "/nowhere"})
     assert preview(loaded.model, loaded.flow, elsewhere, MonitorConfig(samples_steps=1, samples_per_class=2)).ndim == 3
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Where the codec's weights were looked for."""
+    places = []
+    monkeypatch.setattr(codecs, "codec_for", lambda info, path=None, device="cpu": places.append(path) or codecs.PixelCodec())
+    return places
+
+
+def test_grids_look_for_the_codec_where_the_evaluation_does(run_dir, asked):
+    loaded, shown = load_model(run_dir), []
+    config = CONFIG.model_copy(update={"evaluation": EvaluationConfig(codec_path="moved/here"),
+                                       "monitor": MonitorConfig(samples_steps=1, samples_per_class=1)})  # fmt: skip
+    run = SimpleNamespace(
+        step=1, config=config, info=INFO, flow=loaded.flow, ranks=SimpleNamespace(is_main=True), average_model=lambda: loaded.model,
+        monitor=SimpleNamespace(images=lambda *image: shown.append(image)), directory=run_dir,
+    )  # fmt: skip
+    show_samples(run)
+    assert asked == ["moved/here"] and len(shown) == 1
+
+
+@pytest.mark.parametrize("options, place", [([], "moved/here"), (["--codec", "elsewhere"], "elsewhere")])
+def test_sample_command_looks_for_the_codec_where_the_evaluation_does(tmp_path, asked, options, place):
+    config = tiny_config(evaluation={"codec_path": "moved/here", "steps": 2})
+    write_checkpoint(tmp_path / "run", 5, config, INFO, random_model(config, INFO, 1), random_model(config, INFO, 2))
+    assert main(["sample", str(tmp_path / "run"), "--n", "2", "--out", str(tmp_path / "s.npz"), *options]) == 0
+    assert asked == [place]
 
 
 def test_sample_command_writes_npz_folder_and_grid(run_dir, tmp_path):

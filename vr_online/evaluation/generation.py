@@ -221,11 +221,15 @@ def decode_images(codec: "Codec", latents: Tensor, batch_size: int = 64) -> np.n
     return pixels.permute(0, 2, 3, 1).contiguous().numpy()
 
 
-def preview(model: nn.Module, flow: Flow, info: "DatasetInfo", settings: "MonitorConfig") -> np.ndarray:
+def preview(model: nn.Module, flow: Flow, info: "DatasetInfo", settings: "MonitorConfig",
+            codec_path: Optional[str] = None) -> np.ndarray:
     """A labelled grid of samples, (H, W, 3) uint8: up to ten classes, spread over all, one a row.
 
     The same seeds every time, so that grids of different steps show the same noise. Where the codec's weights are not
     at hand, shows the latents' first channels instead of stopping a run for a picture.
+
+    Args:
+        codec_path: where the codec's weights are now; None for where they were when encoding.
     """
     from vr_online.config import EvaluationConfig
     from vr_online.monitor.grid import image_grid
@@ -235,14 +239,14 @@ def preview(model: nn.Module, flow: Flow, info: "DatasetInfo", settings: "Monito
     labels = torch.tensor(classes).repeat_interleave(columns)
     how = EvaluationConfig(solver="heun", steps=settings.samples_steps, cfg=settings.samples_cfg)
     latents = Sampler(model, flow, how, info.norm, model.num_classes).latents(0, len(labels), labels)
-    return image_grid(_pictures(info, latents), columns, labels=[info.class_names[c] for c in classes])
+    return image_grid(_pictures(info, latents, codec_path), columns, labels=[info.class_names[c] for c in classes])
 
 
-def _pictures(info: "DatasetInfo", latents: Tensor) -> np.ndarray:
+def _pictures(info: "DatasetInfo", latents: Tensor, codec_path: Optional[str]) -> np.ndarray:
     from vr_online.data.codecs import codec_for
 
     try:
-        return decode_images(codec_for(info, device=latents.device), latents)
+        return decode_images(codec_for(info, codec_path, latents.device), latents)
     except UserError:
         shown = info.norm.normalize(latents)[:, : 3 if latents.shape[1] >= 3 else 1]
         return ((shown / 6 + 0.5).clamp(0, 1) * 255).byte().permute(0, 2, 3, 1).cpu().numpy()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OVERRIDES = {
     "solver": "solver", "steps": "steps", "cfg": "cfg", "interval": "cfg_interval", "diffusion": "diffusion",
     "last_step": "last_step", "last_step_size": "last_step_size", "labels": "labels", "dtype": "dtype", "seed": "seed",
-    "batch_size": "batch_size", "rtol": "rtol", "atol": "atol", "weights": "weights",
+    "batch_size": "batch_size", "rtol": "rtol", "atol": "atol", "weights": "weights", "codec": "codec_path",
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "float64"), help="precision of the integrator's state")
     parser.add_argument("--seed", type=int, help="image k is drawn from seed + k")
     parser.add_argument("--batch-size", type=int, help="images per forward pass")
-    parser.add_argument("--codec", metavar="PATH", help="the codec's weights (default: where they were when encoding)")
+    parser.add_argument("--codec", metavar="PATH", help="the codec's weights (default: evaluation.codec_path)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: cuda where there is one)")
 
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     n = args.n if args.n is not None else (8 * len(classes) if classes else 16)
     if n < 1 or args.columns < 1:
         raise UserError(f"--n {n} and --columns {args.columns}: both must be at least 1")
-    images, labels = generate(loaded, settings, n, classes, args.codec, device)
+    images, labels = generate(loaded, settings, n, classes, device)
     write(out, images, labels, args.columns, loaded.info.class_names)
     print(f"{n} images of step {loaded.step} ({settings.weights} weights): {out}")
 
@@ -119,7 +119,7 @@ def parse_classes(text: str, names: Sequence[str]) -> list[int]:
 
 
 def generate(loaded: LoadedModel, settings: "EvaluationConfig", n: int, classes: Optional[Sequence[int]] = None,
-             codec_path: Optional[str] = None, device: str = "cpu") -> tuple[np.ndarray, np.ndarray]:
+             device: str = "cpu") -> tuple[np.ndarray, np.ndarray]:
     """Images (n, h, w, 3 or 1) uint8 and labels (n,) int64 of samples 0 to n - 1, with a progress bar.
 
     Args:
@@ -127,7 +127,7 @@ def generate(loaded: LoadedModel, settings: "EvaluationConfig", n: int, classes:
     """
     from vr_online.data.codecs import codec_for
 
-    codec = codec_for(loaded.info, codec_path, device)
+    codec = codec_for(loaded.info, settings.codec_path, device)
     sampler = Sampler(
         loaded.model, loaded.flow, settings, loaded.info.norm, loaded.model.num_classes, known_classes=loaded.info.num_classes
     )
