@@ -50,6 +50,7 @@ COMPARED = (
     "weights",
     "solver",
     "solver_steps",
+    "nfe",
     "rtol",
     "atol",
     "diffusion",
@@ -58,13 +59,14 @@ COMPARED = (
     "cfg",
     "cfg_interval",
     "labels",
+    "weights_dtype",
     "features.name",
     "features.hash",
     "features.preprocessing",
     "reference.hash",
     "time",
 )
-"""Fields of a result that must agree before two of them are ranked."""
+"""Fields of a result that must agree before two of them are ranked; `nfe` only where the solver's steps are fixed."""
 
 
 def variant(settings: EvaluationConfig, own: EvaluationConfig) -> str:
