@@ -21,6 +21,7 @@ from vr_online.evaluation.accumulate import Segments
 from vr_online.evaluation.features import Extractor, build_extractor, to_uint8
 from vr_online.evaluation.group import Group
 from vr_online.evaluation.measure import Measurement, measure
+from vr_online.evaluation.precision import full_float32
 from vr_online.evaluation.samples import SampleKeeper
 from vr_online.evaluation.statistics import (
     Statistics,
@@ -236,7 +237,7 @@ def evaluate_model(
     """
     group, parameter = group or Group(), next(model.parameters())
     task = task or Task.prepare(config, info, group=group, device=parameter.device, progress=progress)
-    with _evaluating(model), torch.no_grad():
+    with _evaluating(model), torch.no_grad(), full_float32():
         generate = ModelGenerator(model, flow, task)
         keeper = SampleKeeper(folder / "partial", _denormalised(task)) if folder and task.settings.keep else None
         segments = Segments(folder / "partial", fingerprint(task, flow, origin.identity)) if folder else None

@@ -15,6 +15,7 @@ from PIL import Image
 
 from vr_online.config import EvaluationConfig
 from vr_online.errors import UserError
+from vr_online.evaluation.precision import uses_tf32
 from vr_online.evaluation.statistics import digest
 from vr_online.files import write_atomic
 
@@ -149,6 +150,7 @@ def build(measurement: Any, task: Any, origin: Any, flow: Any, *, world_size: in
         "time": TIME_CONVENTION,
         "codec_hash": task.info.codec_hash,
         "weights_dtype": str(dtype).removeprefix("torch."),
+        "tf32": uses_tf32(),
         "versions": versions(),
         "world_size": world_size,
         "wall_s": round(measurement.wall_s, 3),

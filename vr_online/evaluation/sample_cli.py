@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from vr_online.errors import UserError
 from vr_online.evaluation.generation import LoadedModel, Sampler, decode_images, load_model
+from vr_online.evaluation.precision import full_float32
 from vr_online.files import written_aside
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def generate(loaded: LoadedModel, settings: "EvaluationConfig", n: int, classes:
         loaded.model, loaded.flow, settings, loaded.info.norm, loaded.model.num_classes, known_classes=loaded.info.num_classes
     )
     labels = torch.tensor([classes[k % len(classes)] for k in range(n)]) if classes else sampler.labels(0, n)
-    with tqdm(total=n, unit="image", desc="sampling") as bar:
+    with full_float32(), tqdm(total=n, unit="image", desc="sampling") as bar:
         images = [decode_images(codec, latents) for latents in sampler.batches(0, n, labels, bar)]
     return np.concatenate(images), labels.numpy()
 

@@ -24,6 +24,7 @@ from vr_online.evaluation.features import Extractor, to_uint8
 from vr_online.evaluation.frechet import Moments
 from vr_online.evaluation.group import Group
 from vr_online.evaluation.npz import load_npz, save_npz
+from vr_online.evaluation.precision import full_float32
 from vr_online.evaluation.sources import ImageSource, LatentSource, open_source
 
 
@@ -185,7 +186,8 @@ def compute_statistics(
     group, error = group or Group(), None
     gathered = Accumulator(0, keep_features=keep_features)
     try:
-        _stream(source, extractor, codec, batch_size, gathered, group, progress)
+        with full_float32():
+            _stream(source, extractor, codec, batch_size, gathered, group, progress)
     except Exception as failure:
         error = failure
     group.raise_together(error)
