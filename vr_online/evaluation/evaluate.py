@@ -23,6 +23,7 @@ from vr_online.evaluation.group import Group
 from vr_online.evaluation.measure import Measurement, measure
 from vr_online.evaluation.precision import full_float32
 from vr_online.evaluation.samples import SampleKeeper
+from vr_online.evaluation.sources import is_whole_folder
 from vr_online.evaluation.statistics import (
     Statistics,
     check_reference,
@@ -143,11 +144,13 @@ def _codec(info: Any, settings: EvaluationConfig, device: torch.device | str, ne
 
 
 def _reference_of(config: Config) -> str:
-    """`evaluation.reference`, or else the run's own shards."""
-    reference = config.evaluation.reference or config.data.dataset or config.data.shards
-    if not isinstance(reference, str):
+    """`evaluation.reference`, or else the run's own shards where they lie in a local folder beside their dataset.json."""
+    own = config.data.dataset or config.data.shards
+    reference = config.evaluation.reference or (own if isinstance(own, str) and is_whole_folder(own) else None)
+    if reference is None:
         raise UserError(
-            "evaluation.reference: say against what to measure: an npz from `vr-online fid stats`, or a folder of latent shards"
+            "evaluation.reference: not set, and data.shards is no local folder with dataset.json and all its shards, which would "
+            "stand in; give an npz from `vr-online fid stats`, or a local folder of latent shards or images"
         )
     return reference
 

@@ -23,6 +23,7 @@ from PIL import Image
 
 from vr_online.data.shard import ADVICE, Expected, Sample, ShardError, read_samples
 from vr_online.data.sources import open_source as open_shard
+from vr_online.data.sources import scheme
 from vr_online.data.tar import TarError, members
 from vr_online.errors import UserError
 
@@ -185,6 +186,8 @@ def open_source(origin: str, size: Optional[int] = None) -> ImageSource | Latent
     Raises:
         UserError: nothing usable there.
     """
+    if scheme(origin):
+        raise UserError(f"{origin}: references are read from local files; copy it here, or give an npz that `vr-online fid stats` made")
     path = Path(origin).expanduser()
     if path.name == "dataset.json" or (path / "dataset.json").exists():
         from vr_online.data.format import DatasetInfo
@@ -201,3 +204,16 @@ def open_source(origin: str, size: Optional[int] = None) -> ImageSource | Latent
     elif matches := sorted(glob.glob(str(path))):
         return ImageSource(origin, matches, tars=True, size=size)
     raise UserError(f"{origin}: no images, tars or latent shards there")
+
+
+def is_whole_folder(origin: str) -> bool:
+    """Whether `origin`, a folder or its dataset.json, is local and has every shard that its dataset.json lists."""
+    if scheme(origin):
+        return False
+    path = Path(origin).expanduser()
+    folder = path.parent if path.name == "dataset.json" else path
+    if not (folder / "dataset.json").is_file():
+        return False
+    from vr_online.data.format import DatasetInfo
+
+    return all((folder / name).is_file() for name in DatasetInfo.load(folder).shards)
