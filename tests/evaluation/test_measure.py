@@ -14,7 +14,7 @@ from vr_online.errors import UserError
 from vr_online.evaluation import npz
 from vr_online.evaluation.accumulate import Segments
 from vr_online.evaluation.frechet import Moments, frechet_distance
-from vr_online.evaluation.measure import measure
+from vr_online.evaluation.measure import Interrupted, measure
 from vr_online.evaluation.samples import SampleKeeper, prune_samples
 
 ALL = ("fd", "kid", "is", "pr")
@@ -145,6 +145,16 @@ def test_a_lost_claim_stops_the_evaluation():
     with pytest.raises(UserError, match="taken over"):
         run(generate, heartbeat=heartbeat)
     assert len(generate.asked) == 3 * 64
+
+
+def test_an_evaluation_told_to_stop_keeps_what_is_finished(tmp_path):
+    looks, generate = iter([False, False, True]), Noise()
+    with pytest.raises(Interrupted):
+        run(generate, segments=Segments(tmp_path, "f"), should_stop=lambda: next(looks))
+    assert len(generate.asked) == 3 * 64
+    found = run(Noise(), segments=Segments(tmp_path, "f"))
+    assert found.continued == 3 * 64 and found.value == pytest.approx(run(Noise()).value, rel=1e-9)
+    assert run(Noise(), n=64, should_stop=lambda: True).n == 64, "there was nothing left to do"
 
 
 class Pictures:

@@ -199,7 +199,7 @@ class Origin:
     Attributes:
         step, images: training steps and images they have seen.
         ema: which average they are, in words.
-        identity: changes with the weights; partial sums of others are not continued from.
+        identity: changes with the weights; partial sums of others are not continued from, and their result is not this one's.
     """
 
     step: int = 0
@@ -219,6 +219,7 @@ def evaluate_model(
     group: Optional[Group] = None,
     folder: Optional[Path] = None,
     heartbeat: Optional[Callable[[], None]] = None,
+    should_stop: Optional[Callable[[], bool]] = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Evaluates a model as `config.evaluation` says; all ranks of `group` call it with the same weights.
@@ -231,12 +232,14 @@ def evaluate_model(
         task: from `Task.prepare`, to reuse its network and reference.
         folder: `evals/<step>`; gets result.json, samples.png and, while it runs, partial sums. None writes nothing.
         heartbeat: called on the main rank after every batch; may raise.
+        should_stop: called on all ranks after every batch and gives all the same answer; true ends the evaluation.
 
     Returns:
         The contents of result.json, on every rank.
 
     Raises:
         UserError: on every rank.
+        Interrupted: on every rank, when told to stop; the next evaluation continues from what is finished.
     """
     group, parameter = group or Group(), next(model.parameters())
     task = task or Task.prepare(config, info, group=group, device=parameter.device, progress=progress)
@@ -244,7 +247,7 @@ def evaluate_model(
         generate = ModelGenerator(model, flow, task)
         keeper = SampleKeeper(folder / "partial", _denormalised(task)) if folder and task.settings.keep else None
         segments = Segments(folder / "partial", fingerprint(task, flow, origin.identity)) if folder else None
-        measurement = _measure(generate, task, group, segments, keeper, heartbeat, progress)
+        measurement = _measure(generate, task, group, segments, keeper, heartbeat, should_stop, progress)
         result = results.build(measurement, task, origin, flow, world_size=group.world_size, dtype=parameter.dtype)
         error = None
         try:
@@ -263,6 +266,7 @@ def _measure(
     segments: Optional[Segments],
     keeper: Optional[SampleKeeper],
     heartbeat: Optional[Callable[[], None]],
+    should_stop: Optional[Callable[[], bool]],
     progress: bool,
 ) -> Measurement:
     settings = task.settings
@@ -278,6 +282,7 @@ def _measure(
         segments=segments,
         keeper=keeper,
         heartbeat=heartbeat,
+        should_stop=should_stop,
         progress=progress,
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from vr_online.errors import UserError
 from vr_online.evaluation.accumulate import Accumulator, Segments
 from vr_online.evaluation.features import Extractor
 from vr_online.evaluation.frechet import frechet_distance
@@ -55,6 +56,10 @@ class Measurement:
     wall_s: float
 
 
+class Interrupted(UserError):
+    """The evaluation was told to stop before its last batch."""
+
+
 def measure(
     generate: Generator,
     extractor: Extractor,
@@ -68,6 +73,7 @@ def measure(
     segments: Optional[Segments] = None,
     keeper: Optional[SampleKeeper] = None,
     heartbeat: Optional[Callable[[], None]] = None,
+    should_stop: Optional[Callable[[], bool]] = None,
     progress: bool = True,
 ) -> Measurement:
     """Measures exactly n samples against reference statistics. All ranks of `group` call it and get the result.
@@ -77,14 +83,16 @@ def measure(
         segments: where sums of finished batches are saved, to continue from.
         keeper: stores the samples themselves.
         heartbeat: called on the main rank after every batch; may raise to stop all ranks.
+        should_stop: called on all ranks after every batch but the last and gives all the same answer.
 
     Raises:
         UserError: on every rank when any rank fails so: a sample that is not finite, a full disk, ...
+        Interrupted: on every rank once `should_stop` is true, with all finished batches saved in `segments`.
     """
     start, group = time.monotonic(), group or Group()
     total = Accumulator(n, keep_features=bool({"kid", "pr"} & set(metrics)), with_score="is" in metrics)
     done = _continue(total, segments, group, extractor, keeper)
-    loop = _Loop(generate, extractor, total, n, batch_size, group, segments, keeper, heartbeat)
+    loop = _Loop(generate, extractor, total, n, batch_size, group, segments, keeper, heartbeat, should_stop)
     todo = [batch for batch in range(-(-n // batch_size)) if batch not in done]
     continued = n - loop.samples(todo)
     shown = progress and group.is_main
@@ -129,6 +137,7 @@ class _Loop:
     segments: Optional[Segments]
     keeper: Optional[SampleKeeper]
     heartbeat: Optional[Callable[[], None]]
+    should_stop: Optional[Callable[[], bool]]
 
     def samples(self, batches: list[int]) -> int:
         """Samples in these batches; only the last of all may be short."""
@@ -149,6 +158,18 @@ class _Loop:
                 error = failure
             self.group.raise_together(error)
             bar.update(self.samples(turn))
+            if self.should_stop and start + world_size < len(todo) and self.should_stop():
+                self.leave()
+
+    def leave(self) -> None:
+        """Saves what is finished on every rank and raises `Interrupted` on all."""
+        error = None
+        try:
+            self.save(last=True)
+        except Exception as failure:
+            error = failure
+        self.group.raise_together(error)
+        raise Interrupted("told to stop before the last sample; evaluate again to continue")
 
     def batch(self, batch: int) -> None:
         first = batch * self.batch_size
