@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from tests.conftest import TINY
+from vr_online import checkpoint
 from vr_online.config import load_config
 from vr_online.errors import UserError
-from vr_online.evaluation import cli, results
+from vr_online.evaluation import cli, generation, offline, results
+from vr_online.evaluation.accumulate import Segments
 from vr_online.evaluation.claims import Claim
 from vr_online.evaluation.frechet import frechet_distance
 from vr_online.evaluation.offline import Offline
@@ -149,6 +152,24 @@ def test_the_samples_stay_when_asked_for(run_dir):
     assert images.shape == (20, 8, 8, 3) and images.dtype == np.uint8 and images.std() > 0
     assert fid(run_dir, "keep=1", "--steps", "4") == 0
     assert [p.parent.name for p in run_dir.rglob("samples.npz")] == ["4"]
+    assert fid(run_dir, "--steps", "2") == 0
+    assert [p.parent.name for p in run_dir.rglob("samples.npz")] == ["4"], "an evaluation that keeps none took another's"
+
+
+def test_a_full_disk_at_the_end_of_an_evaluation_is_made_up_for_without_sampling_again(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr(Segments, "FIRST_S", 0.0)
+
+    def full(*args):
+        raise UserError("result.json: cannot write: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write", full)
+        assert fid(run_dir, "keep=1") == 2
+    assert "No space left" in capsys.readouterr().out
+    assert fid(run_dir, "keep=1") == 0, capsys.readouterr().out
+    assert result_of(run_dir, 6)["continued"] == 20
+    assert np.load(run_dir / "evals/6/samples.npz")["arr_0"].shape == (20, 8, 8, 3)
+    assert not (run_dir / "evals/6/partial").exists()
 
 
 def test_image_features_in_memory_equal_those_of_the_samples_kept_as_pngs(run_dir, digits, tmp_path):
@@ -271,6 +292,65 @@ def test_a_watcher_takes_checkpoints_as_they_appear_and_ends_with_the_run(run_di
     late.rename(run_dir / "checkpoints/6")
     watcher.join(timeout=60)
     assert seen == [2, 4, 6] and not watcher.is_alive()
+
+
+def test_a_watcher_told_to_evaluate_again_does_so_once(run_dir):
+    assert fid(run_dir, "--all") == 0
+    seen = []
+    assert Offline(run_dir, progress=False, force=True).watch(lambda r: seen.append(r["step"]), interval=0.01) == []
+    assert seen == [2, 4, 6]
+
+
+def test_a_watcher_goes_on_after_whatever_fails(run_dir, monkeypatch):
+    evaluate = offline.evaluate_model
+
+    def tight(model, *args, origin, **kwargs):
+        if origin.step == 4:
+            raise RuntimeError("CUDA out of memory")
+        return evaluate(model, *args, origin=origin, **kwargs)
+
+    monkeypatch.setattr(offline, "evaluate_model", tight)
+    seen = []
+    failures = Offline(run_dir, progress=False).watch(lambda r: seen.append(r["step"]), interval=0.01)
+    assert seen == [2, 6] and failures == ["step 4: RuntimeError: CUDA out of memory"]
+    assert "out of memory" in (run_dir / "evals/4/failed.txt").read_text()
+
+
+def test_a_watcher_passes_over_checkpoints_that_are_pruned_meanwhile(run_dir, monkeypatch):
+    there, load = checkpoint.list_checkpoints, generation.load_model
+
+    def pruning(path, *args, **kwargs):
+        if path.name == "4":
+            shutil.rmtree(path)
+        return load(path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "list_checkpoints", lambda run: sorted({*there(run), 3}))  # gone when it is looked at
+    monkeypatch.setattr(generation, "load_model", pruning)
+    seen = []
+    assert Offline(run_dir, progress=False).watch(lambda r: seen.append(r["step"]), interval=0.01) == []
+    assert seen == [2, 6] and not (run_dir / "evals/4/failed.txt").exists()
+
+
+def test_settings_that_cannot_be_end_a_watch_with_a_failure_for_every_step(run_dir):
+    failures = Offline(run_dir, ("solver=huen",), progress=False).watch(lambda r: None, interval=0.01)
+    assert len(failures) == 3 and all("solver" in failure for failure in failures)
+
+
+def test_a_result_belongs_to_one_checkpoint_of_its_step_and_to_its_copies(run_dir, tmp_path):
+    assert fid(run_dir) == 0
+    first = result_of(run_dir, 6)
+    subprocess.run(["cp", "-r", run_dir, tmp_path / "copy"], check=True)
+    assert Offline(run_dir).is_done(6) and Offline(tmp_path / "copy").is_done(6)
+    for path in (run_dir / "checkpoints/4").glob("weights-*"):  # as if the run had gone on otherwise from step 4
+        path.replace(run_dir / "checkpoints/6" / path.name)
+    manifest = run_dir / "checkpoints/6/manifest.json"
+    text = manifest.read_text()
+    manifest.unlink()
+    manifest.write_text(text)
+    assert not Offline(run_dir).is_done(6)
+    assert fid(run_dir) == 0
+    again = result_of(run_dir, 6)
+    assert again["value"] != first["value"] and again["checkpoint"] != first["checkpoint"] and Offline(run_dir).is_done(6)
 
 
 def test_a_step_claimed_elsewhere_is_left_alone(run_dir, capsys):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Callable, Iterable, Optional
 
@@ -23,14 +26,34 @@ from vr_online.evaluation.samples import prune_samples
 from vr_online.evaluation.statistics import digest
 
 
+SPOTS, SPOT_BYTES = 32, 4096
+
 FAILED_FILE = "failed.txt"
 """In `evals/<step>`: why the last attempt at a step failed; gone once one succeeds."""
 
 
 def identity(path: Path) -> str:
-    """Changes when a checkpoint is written again, even with the same step."""
-    manifest = path / "manifest.json"
-    return digest([manifest.read_text(), manifest.stat().st_mtime_ns])
+    """Of a checkpoint's contents and configuration: another one of the same step has another, a copy has the same.
+
+    Reads a few hundred KiB of the weights, where any training would show, whatever their size.
+
+    Raises:
+        OSError: the checkpoint is gone.
+    """
+    return _identity(path, (path / "manifest.json").stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _identity(path: Path, written: int) -> str:
+    found = hashlib.sha256()
+    for name in ("manifest.json", "config.yaml", "sampler.safetensors"):
+        found.update((path / name).read_bytes())
+    for file in sorted(path.glob("weights-*.safetensors")):
+        with open(file, "rb") as weights:
+            for part in range(SPOTS):
+                weights.seek(file.stat().st_size * part // SPOTS)
+                found.update(weights.read(SPOT_BYTES))
+    return found.hexdigest()
 
 
 def qualify(override: str) -> str:
@@ -74,8 +97,12 @@ class Offline:
         return self.run_dir / "evals" / path.name / results.variant(config.evaluation, own.evaluation)
 
     def is_done(self, step: int) -> bool:
-        path = self.run_dir / "checkpoints" / str(step)
-        return not self.force and (self.folder(path) / "result.json").exists()
+        """Whether the checkpoint of this step, as it is now, has its result; never with `force`."""
+        path = self._checkpoint(step)
+        return not self.force and results.has_result(self.folder(path), identity(path))
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.run_dir / "checkpoints" / str(step)
 
     def evaluate(self, step: Optional[int] = None) -> Optional[dict[str, Any]]:
         """Evaluates the checkpoint of `step` (None: the newest). All ranks call it.
@@ -116,30 +143,33 @@ class Offline:
     def _evaluate(self, path: Path, claim: Optional[Claim]) -> dict[str, Any]:
         from vr_online.evaluation.generation import load_model
 
-        _, config = self.config(path)
         loaded, error = None, None
-        try:
+        try:  # the checkpoint may be pruned at any time
+            _, config = self.config(path)
+            folder, manifest = self.folder(path), checkpoint.manifest_of(path)
+            origin = Origin(manifest["step"], manifest["images"], str(manifest.get("ema", "")), identity(path))
             loaded = load_model(path, config.evaluation.weights, device=self.device)
         except Exception as failure:
             error = failure
         self.group.raise_together(error)
-        manifest = checkpoint.manifest_of(path)
         result = evaluate_model(
             loaded.model,
             loaded.flow,
             config,
             loaded.info,
-            origin=Origin(manifest["step"], manifest["images"], str(manifest.get("ema", "")), identity(path)),
+            origin=origin,
             task=self._prepared(config, loaded.info),
             group=self.group,
-            folder=self.folder(path),
+            folder=folder,
             heartbeat=claim.check if claim else None,
             progress=self.progress,
         )
         if self.group.is_main:
-            results.publish(self.run_dir, result, config.evaluation, self.folder(path) / "samples.png")
-            prune_samples(self.run_dir / "evals", config.evaluation.keep)
-            (self.run_dir / "evals" / path.name / FAILED_FILE).unlink(missing_ok=True)
+            evals = self.run_dir / "evals"
+            results.publish(self.run_dir, result, config.evaluation, folder / "samples.png")
+            prune_samples(evals, config.evaluation.keep, str(folder.relative_to(evals / path.name)))
+            with contextlib.suppress(OSError):
+                (evals / path.name / FAILED_FILE).unlink(missing_ok=True)
         return result
 
     def _prepared(self, config: Config, info: Any) -> Task:
@@ -162,15 +192,19 @@ class Offline:
         """Evaluates several steps, going on after one that fails; returns the failures' messages."""
         failures = []
         for step in steps:
+            name = "newest checkpoint" if step is None else f"step {step}"
             try:
                 result = self.evaluate(step)
-            except UserError as error:
-                failures.append(f"{'newest checkpoint' if step is None else f'step {step}'}: {error}")
+            except Exception as error:  # out of memory, say: the next step may well fit
+                reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                if not isinstance(error, (UserError, OSError)):
+                    traceback.print_exc()
+                failures.append(f"{name}: {reason}")
                 self._say(failures[-1])
-                self._note(step, str(error))
+                self._note(step, reason)
                 continue
             if result is None:
-                self._say(f"{'newest checkpoint' if step is None else f'step {step}'}: another evaluator is at work on it")
+                self._say(f"{name}: another evaluator is at work on it")
             elif self.group.is_main:
                 report(result)
         return failures
@@ -184,13 +218,14 @@ class Offline:
             interval: seconds between looks; ranks of one group wait no longer than that for each other.
             give_up: end after so many seconds without a new checkpoint; None waits for ever.
         """
-        failures, failed, seen_at = [], set(), time.monotonic()
+        failures, over, seen_at = [], set(), time.monotonic()
         while True:
-            step, finished = self.group.from_main(self._next(failed) if self.group.is_main else None)
-            if step is not None:
-                said = self.evaluate_all([step], lambda result: report(result) if self.took else None)
-                failures += said
-                failed |= {step} if said else set()
+            key, finished = self.group.from_main(self._next(over) if self.group.is_main else None)
+            if key is not None:
+                said = self.evaluate_all([key[0]], lambda result: report(result) if self.took else None)
+                gone = self.group.from_main(key[0] not in self._there() if said and self.group.is_main else False)
+                failures += [] if gone else said
+                over |= {key} if said or self.took else set()
                 seen_at = time.monotonic()
                 continue
             idle = self.group.from_main(time.monotonic() - seen_at)
@@ -198,22 +233,42 @@ class Offline:
                 return failures
             time.sleep(interval if give_up is None else min(interval, max(give_up - idle, 0.05)))
 
-    def _next(self, failed: set[int]) -> tuple[Optional[int], bool]:
-        """The first step without a result that nobody is at work on, and whether there will be no more."""
-        there = checkpoint.list_checkpoints(self.run_dir)
-        waiting = [step for step in there if step not in failed and not self.is_done(step)]
-        for step in waiting:
-            if not is_live(self.folder(self.run_dir / "checkpoints" / str(step)) / CLAIM_FILE):
-                return step, False
-        if not there or waiting:
-            return None, False
-        config, _ = self.config(self.run_dir / "checkpoints" / str(there[-1]))
-        return None, there[-1] >= config.train.total_steps
+    def _there(self) -> list[int]:
+        """Steps of whole checkpoints; none where the folder cannot be read just now."""
+        with contextlib.suppress(OSError):
+            return checkpoint.list_checkpoints(self.run_dir)
+        return []
+
+    def _next(self, over: set[tuple[int, str]]) -> tuple[Optional[tuple[int, str]], bool]:
+        """The first checkpoint to evaluate, as step and identity, and whether there will be no more. Never raises.
+
+        Args:
+            over: those that this watcher is through with, whatever came of it.
+        """
+        there, waiting = self._there(), False
+        for step in there:
+            key = (step, "")
+            try:
+                key = (step, identity(self._checkpoint(step)))
+                if key in over or self.is_done(step):
+                    continue
+                waiting = True
+                if not is_live(self.folder(self._checkpoint(step)) / CLAIM_FILE):
+                    return key, False
+            except (OSError, UserError):  # pruned since it was listed; otherwise the evaluation will say what is wrong
+                if key not in over and checkpoint.is_whole(self._checkpoint(step)):
+                    return key, False
+        return None, bool(there) and not waiting and self._is_last(there[-1])
+
+    def _is_last(self, step: int) -> bool:
+        with contextlib.suppress(OSError, UserError):
+            return step >= load_config(self._checkpoint(step) / "config.yaml").train.total_steps
+        return False
 
     def _note(self, step: Optional[int], reason: str) -> None:
         """Leaves word of a failure for the training that waits for the result."""
         folder = self.run_dir / "evals" / str(step)
-        if self.group.is_main and step in checkpoint.list_checkpoints(self.run_dir):
+        if self.group.is_main and step in self._there():
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / FAILED_FILE).write_text(reason.replace("\n", " ") + "\n")

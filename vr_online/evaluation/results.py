@@ -129,6 +129,7 @@ def build(measurement: Any, task: Any, origin: Any, flow: Any, *, world_size: in
     return {
         "step": origin.step,
         "images": origin.images,
+        "checkpoint": origin.identity,
         "metric": measurement.metric,
         "value": measurement.value,
         "metrics": measurement.metrics,
@@ -173,6 +174,21 @@ def read(path: Path) -> dict[str, Any]:
         return result
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: cannot read this result ({error}); delete it and evaluate the step again") from None
+
+
+def has_result(folder: Path, identity: str) -> bool:
+    """Whether a folder holds the result of the checkpoint with this identity, and not of another one of the same step.
+
+    A result that cannot be read counts (`read` says what to do about it), and so does one that names no checkpoint.
+    """
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+    made_from = result.get("checkpoint") if isinstance(result, dict) else None
+    return not made_from or made_from == identity
 
 
 def find_results(run_dir: Path) -> Iterator[dict[str, Any]]:
