@@ -14,8 +14,14 @@ from tests.conftest import TINY, metrics
 from vr_online.config import load_config
 from vr_online.data.format import DatasetInfo
 from vr_online.errors import UserError
-from vr_online.evaluation import jobs, results
+from vr_online.evaluation import claims, jobs, results
+from vr_online.evaluation.claims import Claim
 from vr_online.evaluation.jobs import Evaluator, untouched_randomness
+from vr_online.flow.paths import get_path
+from vr_online.flow.targets import Flow
+from vr_online.models.sit import build_sit
+
+MODEL = [setting for setting in TINY if setting.startswith("model.")]
 
 
 class Notes:
@@ -173,6 +179,99 @@ def test_the_jobs_environment(monkeypatch):
 def test_what_cannot_work_is_said_before_training(make, settings, why):
     with pytest.raises(UserError, match=why):
         make(*settings)
+
+
+def test_a_finished_run_lacks_the_evaluation_of_its_last_step_off_the_grid_too(make, monkeypatch):
+    monkeypatch.setattr(jobs, "list_checkpoints", lambda run_dir: [10, 20, 23])
+    evaluator = make("train.steps=23", f"evaluation.command={sys.executable}")
+    assert evaluator.missed(23) and not evaluator.missed(22) and not evaluator.due(23)
+    assert evaluator.pending_steps() == {10, 20, 23}, "what was submitted before is submitted again"
+
+
+def test_a_submitted_job_that_falls_silent_is_told_and_let_go(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "POLL_S", 0.0)
+    evaluator = make(write_template(tmp_path, "print('submitted')"))
+    evaluator.evaluate(SimpleNamespace(step=10))
+    until(lambda: evaluator.poll() or evaluator.detached.running[0].process is None)
+    evaluator.poll()
+    assert evaluator.pending_steps() == {10} and evaluator.failures == {}
+    monkeypatch.setattr(jobs, "SUBMITTED_S", 0.0)
+    with Claim.take(tmp_path / "run/evals/10"):
+        evaluator.poll()
+        assert evaluator.pending_steps() == {10} and evaluator.failures == {}, "someone is at work on it"
+    evaluator.poll()
+    assert "no result" in evaluator.failures[10] and evaluator.pending_steps() == set()
+
+
+def test_looking_after_jobs_never_raises(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "POLL_S", 0.0)
+    evaluator = make(write_template(tmp_path, "print('submitted')"))
+    evaluator.evaluate(SimpleNamespace(step=10))
+    until(lambda: evaluator.poll() or evaluator.detached.running[0].process is None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        evaluator.poll()
+    assert evaluator.pending_steps() == {10}
+
+
+@pytest.fixture
+def inline(make, tmp_path):
+    """An inline evaluator of 20 samples, and a run that stands at the checkpoint of step 10."""
+    evaluator = make("evaluation.mode=inline", "evaluation.n=20", "evaluation.batch_size=8", "evaluation.steps=1", *MODEL)
+    info, config = evaluator.info, evaluator.config
+    model = build_sit(config.model, info.latent_shape, info.num_classes)
+    folder = tmp_path / "run/checkpoints/10"
+    folder.mkdir(parents=True)
+    for name in ("manifest.json", "config.yaml", "sampler.safetensors"):
+        (folder / name).write_text("{}")
+    ema = SimpleNamespace(decay=SimpleNamespace(name="ema"))
+    flow = Flow(get_path("linear"), "velocity")
+    return evaluator, SimpleNamespace(step=10, images=160, ema=ema, flow=flow, average_model=lambda *args: model)
+
+
+def test_an_inline_evaluation_holds_the_claim_of_its_step(inline, tmp_path, monkeypatch):
+    evaluator, run = inline
+    evaluate, held = jobs.evaluate_model, []
+
+    def looking(*args, **kwargs):
+        held.append(claims.claimed_steps(tmp_path / "run"))
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(jobs, "evaluate_model", looking)
+    evaluator.evaluate(run)
+    assert held == [{10}] and claims.claimed_steps(tmp_path / "run") == set()
+    assert evaluator.failures == {} and not evaluator.missed(10)
+
+
+def test_an_inline_evaluation_leaves_a_step_to_whoever_is_at_work_on_it(inline, tmp_path, capsys):
+    evaluator, run = inline
+    with Claim.take(tmp_path / "run/evals/10"):
+        evaluator.evaluate(run)
+    assert "left to the evaluator" in capsys.readouterr().out
+    assert evaluator.failures == {} and evaluator.missed(10) and evaluator.summary() == {}
+    (tmp_path / "run/evals/10/claim.json").write_text(json.dumps({"host": "elsewhere", "pid": 1, "owner": "training"}))
+    evaluator.evaluate(run)
+    assert not evaluator.missed(10), "the claim was this run's own, of a launch that was killed"
+
+
+def test_an_inline_evaluation_told_to_stop_is_made_up_for_from_where_it_was(inline, tmp_path, capsys):
+    evaluator, run = inline
+    evaluator.evaluate(run, should_stop=lambda: True)
+    assert "left for when the run continues" in capsys.readouterr().out
+    assert evaluator.failures == {} and evaluator.missed(10)
+    evaluator.evaluate(run, should_stop=lambda: False)
+    result = results.read(tmp_path / "run/evals/10/result.json")
+    assert (result["continued"], result["n"]) == (8, 20) and not evaluator.missed(10)
+
+
+def test_the_result_of_another_checkpoint_of_the_step_does_not_count(inline, tmp_path):
+    evaluator, run = inline
+    evaluator.evaluate(run)
+    assert not evaluator.missed(10)
+    manifest = tmp_path / "run/checkpoints/10/manifest.json"
+    manifest.write_text('{"other": 1}')
+    os.utime(manifest, (1, 1))
+    assert evaluator.missed(10)
 
 
 def test_randomness_is_restored():

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import numpy as np
 import torch
@@ -29,13 +29,16 @@ from vr_online.config import Config, EvaluationConfig
 from vr_online.errors import UserError
 from vr_online.evaluation import results
 from vr_online.evaluation.claims import FILE as CLAIM_FILE
-from vr_online.evaluation.claims import claimed_steps, is_live
+from vr_online.evaluation.claims import Claim, claimed_steps, is_live
 from vr_online.evaluation.evaluate import Origin, Task, evaluate_model
 from vr_online.evaluation.group import Group
+from vr_online.evaluation.measure import Interrupted
 from vr_online.evaluation.offline import FAILED_FILE, identity
 from vr_online.evaluation.samples import prune_samples
 
 POLL_S = 2.0
+SUBMITTED_S = 24 * 3600.0
+"""How long a submitted job may go without a result or anyone at work on it before it is given up."""
 LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -64,11 +67,17 @@ def untouched_randomness() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Job:
-    """A detached evaluation under way; `process` is None once a command template has submitted it elsewhere."""
+    """A detached evaluation under way.
+
+    Attributes:
+        process: None once a command template has submitted it elsewhere.
+        since: when it was submitted or last seen at work, by the monotonic clock.
+    """
 
     step: int
     process: Optional[subprocess.Popen]
     log: Path
+    since: float = 0.0
 
 
 class Evaluator:
@@ -98,7 +107,7 @@ class Evaluator:
         self.group = Group.current() if self.enabled else Group()
         if self.enabled:
             self._check()
-            if self.settings.mode == "detached" and not self.settings.command and self.group.is_main:
+            if self.settings.mode == "detached" and self.group.is_main:
                 self._make_up()
 
     def _check(self) -> None:
@@ -122,42 +131,54 @@ class Evaluator:
 
     def _make_up(self) -> None:
         """Queues what jobs of an earlier launch of this run, ended with it, left undone."""
-        for step in list_checkpoints(self.run_dir):
-            if self.due(step) and not (self._folder(step) / "result.json").exists():
-                self.detached.queue.append(step)
+        self.detached.queue += [step for step in list_checkpoints(self.run_dir) if self._lacks_result(step)]
 
     def missed(self, step: int) -> bool:
         """Whether a run that continues from `step` was ended before the evaluation due there was."""
-        return self.group.from_main(self.due(step) and not (self._folder(step) / "result.json").exists())
+        return self.group.from_main(self._lacks_result(step) if self.group.is_main else None)
+
+    def _lacks_result(self, step: int) -> bool:
+        """Whether the checkpoint of this step, as it is now, should have a result, and has none. Never raises."""
+        if not self.due(step) and not (self.enabled and step == self.config.train.total_steps):
+            return False
+        return not results.has_result(self._folder(step), self._identity(step))
+
+    def _identity(self, step: int) -> str:
+        """Of the checkpoint; empty where it cannot be read."""
+        with contextlib.suppress(OSError):
+            return identity(self.run_dir / "checkpoints" / str(step))
+        return ""
 
     def _folder(self, step: int) -> Path:
         return self.run_dir / "evals" / str(step)
 
-    def evaluate(self, run: Any) -> None:
-        """Evaluates the checkpoint of `run.step`, just written: here and now, or by a detached job."""
+    def evaluate(self, run: Any, should_stop: Optional[Callable[[], bool]] = None) -> None:
+        """Evaluates the checkpoint of `run.step`, just written: here and now, or by a detached job.
+
+        Args:
+            should_stop: called on all ranks after every batch of an inline evaluation and gives all the same answer;
+                true leaves it to the run's continuation, which goes on from the finished batches.
+        """
         if not self.enabled:
             return
         self._last_step = run.step
         if self.settings.mode == "inline":
-            self._inline(run)
+            self._inline(run, should_stop)
         elif self.group.is_main:
             self.detached.add(run.step)
 
-    def _inline(self, run: Any) -> None:
-        path = self.run_dir / "checkpoints" / str(run.step)
+    def _inline(self, run: Any, should_stop: Optional[Callable[[], bool]]) -> None:
         with untouched_randomness():
             model = run.average_model(self.settings.weights, torch.float32)  # as offline, whatever engine.precision is
             try:
-                result = evaluate_model(
-                    model,
-                    run.flow,
-                    self.config,
-                    self.info,
-                    origin=Origin(run.step, run.images, run.ema.decay.name, identity(path)),
-                    task=self._task,
-                    group=self.group,
-                    folder=self._folder(run.step),
-                )
+                with self._claim(run.step) as (mine, claim):
+                    if not mine:
+                        self._say(f"the evaluation of step {run.step} is left to the evaluator that is at work on it")
+                        return
+                    result = self._evaluate(run, model, claim, should_stop)
+            except Interrupted:
+                self._say(f"told to stop: the evaluation of step {run.step} is left for when the run continues")
+                return
             except Exception as error:
                 # Raised on every rank alike. A run of weeks does not end because one evaluation could not.
                 if not isinstance(error, UserError):
@@ -168,7 +189,42 @@ class Evaluator:
         if self.group.is_main:
             results.publish(self.run_dir, result, self.settings, self._folder(run.step) / "samples.png")
             prune_samples(self.run_dir / "evals", self.settings.keep)
-            tqdm.write(f"step {run.step}: {result['metric']} {result['value']:.4g}")
+            self._say(f"step {run.step}: {result['metric']} {result['value']:.4g}")
+
+    @contextlib.contextmanager
+    def _claim(self, step: int) -> Iterator[tuple[bool, Optional[Claim]]]:
+        """Claims a step for all ranks: whether it is theirs, and the claim itself on the main one."""
+        claim, error = None, None
+        try:
+            claim = Claim.take(self._folder(step), owner="training") if self.group.is_main else None
+        except UserError as failure:
+            error = failure
+        try:
+            self.group.raise_together(error)
+            yield self.group.from_main(claim is not None), claim
+        finally:
+            if claim:
+                claim.release()
+
+    def _evaluate(
+        self, run: Any, model: torch.nn.Module, claim: Optional[Claim], should_stop: Optional[Callable[[], bool]]
+    ) -> dict[str, Any]:
+        return evaluate_model(
+            model,
+            run.flow,
+            self.config,
+            self.info,
+            origin=Origin(run.step, run.images, run.ema.decay.name, self._identity(run.step)),
+            task=self._task,
+            group=self.group,
+            folder=self._folder(run.step),
+            heartbeat=claim.check if claim else None,
+            should_stop=should_stop,
+        )
+
+    def _say(self, text: str) -> None:
+        if self.group.is_main:
+            tqdm.write(text)
 
     def failed(self, step: int, reason: str) -> None:
         """Tells of a failed evaluation in the log and in TensorBoard."""
@@ -176,7 +232,8 @@ class Evaluator:
         if self.group.is_main:
             again = f"vr-online fid {self.run_dir} --steps {step}"
             tqdm.write(f"the evaluation of step {step} failed, training goes on: {reason}\n  make it up with: {again}")
-            self.monitor.text("eval/failed", f"step {step}: {reason}\n\n`{again}`", step)
+            with contextlib.suppress(OSError):
+                self.monitor.text("eval/failed", f"step {step}: {reason}\n\n`{again}`", step)
 
     def poll(self) -> None:
         """Looks after detached jobs; cheap enough for every step, exchanges nothing, never raises."""
@@ -224,7 +281,11 @@ class Detached:
             return
         self._polled = time.monotonic()
         for job in list(self.running):
-            if self._ended(job):
+            try:
+                ended = self._ended(job)
+            except OSError:  # the run's folder is out of reach for the moment
+                continue
+            if ended:
                 self.running.remove(job)
         self._advance()
 
@@ -254,8 +315,8 @@ class Detached:
         log = run_dir / "evals" / str(steps[0]) / "log.txt"
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            for old in ("result.json", FAILED_FILE):  # of a run that went on from an earlier step
-                (log.parent / old).unlink(missing_ok=True)
+            for step in steps:  # what a run left that then went on from an earlier step
+                self._clear(step)
             with open(log, "w") as output:
                 process = subprocess.Popen(
                     _command(settings, run_dir, steps),
@@ -273,17 +334,37 @@ class Detached:
     def _ended(self, job: Job) -> bool:
         result = self.evaluator._folder(job.step) / "result.json"
         if job.process is None:
-            return result.exists() or self._failed_elsewhere(job)
+            return result.exists() or self._failed_elsewhere(job) or self._silent(job)
         code = job.process.poll()
         if code is None:
             return False
         if code == 0 and (self.evaluator.settings.command or is_live(result.parent / CLAIM_FILE)):
-            job.process = None  # submitted, or a watcher elsewhere has it; the checkpoint is kept until the result is there
+            # Submitted, or a watcher elsewhere has it; the checkpoint is kept until the result is there.
+            job.process, job.since = None, time.monotonic()
             return result.exists()
         if code == 0 and result.exists():
             self._tell(result)
         else:
             self.evaluator.failed(job.step, f"{_ending(code)}: {_tail(job.log)} (log: {job.log})")
+        return True
+
+    def _clear(self, step: int) -> None:
+        """Removes the result of another checkpoint of this step, and word of a failure."""
+        folder, own = self.evaluator._folder(step), self.evaluator._identity(step)
+        (folder / FAILED_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(UserError):
+            if (folder / "result.json").exists() and own and results.read(folder / "result.json").get("checkpoint") == own:
+                return
+        (folder / "result.json").unlink(missing_ok=True)
+
+    def _silent(self, job: Job) -> bool:
+        """Whether nothing was heard of a submitted job for too long; tells of it."""
+        if time.monotonic() - job.since < SUBMITTED_S:
+            return False
+        if is_live(self.evaluator._folder(job.step) / CLAIM_FILE):
+            job.since = time.monotonic()
+            return False
+        self.evaluator.failed(job.step, f"no result, and nobody at work on it, {SUBMITTED_S / 3600:g} h after it was submitted")
         return True
 
     def _failed_elsewhere(self, job: Job) -> bool:
