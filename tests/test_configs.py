@@ -1,5 +1,6 @@
 """Every YAML in configs/ is valid, and the ImageNet family differs only where it must."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,20 @@ def test_imagenet_follows_the_published_recipe(path):
     assert 0.5 ** (256 / config.ema.half_life) == pytest.approx(0.9999, abs=1e-7)
     assert (config.evaluation.solver, config.evaluation.steps, config.evaluation.last_step_size) == ("euler_maruyama", 250, 0.04)
     LatentNorm.from_scale(0.18215, 4).check_matches(LatentNorm(**config.data.norm))
+
+
+@pytest.mark.parametrize("path", IMAGENET, ids=lambda p: p.name)
+def test_imagenet_says_how_to_get_the_published_number(path):
+    """By the metric's name: clean-fid's as it stands, ADM's with the two settings its comment gives."""
+    text, own = path.read_text(), load_config(path).evaluation
+    reference = re.search(r"reference: (VIRTUAL_imagenet(\d+)\w*\.npz)", text)
+    resize = re.search(r"resize: (legacy_\w+)", text)
+    assert f"imagenet{reference[2]}_" in path.name and "as SiT reports it" not in text
+    adm = load_config(path, [f"evaluation.reference={reference[1]}", f"evaluation.resize={resize[1]}"]).evaluation
+    assert (own.resize, adm.resize, adm.reference) == ("clean", "legacy_tensorflow", reference[1])
+
+
+@pytest.mark.parametrize("path", IMAGENET, ids=lambda p: p.name)
+def test_imagenet_installs_the_autoencoder_before_it_encodes(path):
+    text = path.read_text()
+    assert 0 < text.index("pip install -e '.[kl]'") < text.index("vr-online shards encode")

@@ -347,7 +347,7 @@ class EvaluationConfig(Section):
     """clean-fid's resize mode, for image features."""
     reference: Optional[str] = None
     """Reference statistics: npz from `vr-online fid stats`, clean-fid or ADM; or a folder of latent shards or images, whose
-    statistics are computed once. null takes the shards of `data`."""
+    statistics are computed once. null takes the shards of `data`, if they lie in a local folder with their dataset.json."""
     codec_path: Optional[str] = None
     """Where the codec's weights are on this machine; null takes the place recorded in `dataset.json`."""
     metrics: list[Literal["fd", "kid", "is", "pr"]] = ["fd"]
