@@ -83,7 +83,7 @@ def train(config: Config, ranks: Ranks) -> dict:
     bar = tqdm(total=run.total_steps, initial=run.step, unit="step", disable=not ranks.is_main, dynamic_ncols=True)
     try:
         if run.step and evaluator.missed(run.step):
-            evaluator.evaluate(run)
+            evaluator.evaluate(run, should_stop=lambda: stop.agree_now(run))
         while run.step < run.total_steps and not stop.agreed:
             train_step(run)
             bar.update()
@@ -92,7 +92,7 @@ def train(config: Config, ranks: Ranks) -> dict:
                 last = log(run, bar)
             with run.timer.pause():
                 stop.agree(run)
-                after_step(run, evaluator, stopping=stop.agreed)
+                after_step(run, evaluator, stop)
         if ranks.is_main:
             tqdm.write(run.sampler.verdict())
         evaluator.finish(wait=False if stop.agreed else None)
@@ -105,22 +105,22 @@ def train(config: Config, ranks: Ranks) -> dict:
     return {"steps": run.step, "images": run.images, "loss": last.get("train/loss"), "run_dir": str(run.directory), **evaluator.summary()}
 
 
-def after_step(run: Run, evaluator: Evaluator, stopping: bool) -> None:
+def after_step(run: Run, evaluator: Evaluator, stop: "StopSignal") -> None:
     """What is due after a step: a checkpoint, a grid of samples, an evaluation. All ranks call it.
 
     A run that is told to stop writes the checkpoint only; continued, it makes up for the evaluation.
     """
     config, finished = run.config, run.step == run.total_steps
     evaluate = evaluator.due(run.step) or (finished and evaluator.enabled)
-    if finished or stopping or evaluate or run.step % config.checkpoint.every == 0:
+    if finished or stop.agreed or evaluate or run.step % config.checkpoint.every == 0:
         run.monitor.flush()
         run.save()
-    if stopping:
+    if stop.agreed:
         return
     if config.monitor.samples_every and (finished or run.step % config.monitor.samples_every == 0):
         show_samples(run)
     if evaluate:
-        evaluator.evaluate(run)
+        evaluator.evaluate(run, should_stop=lambda: stop.agree_now(run))
     evaluator.poll()
 
 
@@ -195,7 +195,12 @@ class StopSignal:
     def agree(self, run: Run) -> None:
         """Exchanges the flag now and then; waits for the other hosts, not for devices. All ranks call it."""
         if run.step % STOP_EVERY == 0:
-            self.agreed = run.ranks.any(self._requested)
+            self.agree_now(run)
+
+    def agree_now(self, run: Run) -> bool:
+        """Exchanges the flag; what it returns is the same on all ranks, which all call it."""
+        self.agreed = run.ranks.any(self._requested)
+        return self.agreed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
