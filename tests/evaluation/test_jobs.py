@@ -1,6 +1,8 @@
 import json
 import os
 import random
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import TINY, metrics
+from tests.conftest import TINY, metrics, train_command
+from vr_online.checkpoint import list_checkpoints
 from vr_online.config import load_config
 from vr_online.data.format import DatasetInfo
 from vr_online.errors import UserError
@@ -285,6 +288,27 @@ def test_randomness_is_restored():
         torch.manual_seed(9)
         draw()
     assert draw() == expected
+
+
+def test_a_stop_signal_ends_an_inline_evaluation_and_the_next_launch_finishes_it(tiny, tmp_path):
+    """Through the real launcher on two processes, as a scheduler does it."""
+    options = [*tiny, "evaluation.every=3", "evaluation.n=500", "evaluation.steps=10", "evaluation.batch_size=8"]
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    with open(tmp_path / "log", "w") as log:
+        command = train_command(tmp_path / "empty.yaml", options)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        until((tmp_path / "run/evals/3/claim.json").exists, seconds=120)
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=60)
+        until((tmp_path / "run/summary.json").exists)  # the launcher does not wait for its ranks
+    evals, told = tmp_path / "run/evals", (tmp_path / "log").read_text()
+    assert "left for when the run continues" in told and list_checkpoints(tmp_path / "run") == [3], told
+    assert len(list((evals / "3/partial").glob("sums-*.npz"))) == 2, "one of each rank"
+    assert not (evals / "3/result.json").exists() and not (evals / "3/claim.json").exists()
+    done = subprocess.run(train_command(tmp_path / "empty.yaml", options), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = (results.read(evals / str(step) / "result.json") for step in (3, 6))
+    assert 16 <= first["continued"] < 500 and (first["n"], last["n"], last["continued"]) == (500, 500, 0)
 
 
 def test_detached_jobs_do_not_change_training(launch, digits, tmp_path):
