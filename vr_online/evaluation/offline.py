@@ -255,7 +255,7 @@ class Offline:
                 waiting = True
                 if not is_live(self.folder(self._checkpoint(step)) / CLAIM_FILE):
                     return key, False
-            except (OSError, UserError):  # pruned since it was listed; otherwise the evaluation will say what is wrong
+            except (OSError, ValueError, UserError):  # pruned since it was listed; otherwise the evaluation will say what is wrong
                 if key not in over and checkpoint.is_whole(self._checkpoint(step)):
                     return key, False
         return None, bool(there) and not waiting and self._is_last(there[-1])
