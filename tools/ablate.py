@@ -35,20 +35,21 @@ from vr_online import checkpoint
 from vr_online.config import Config, load_config
 
 STATIC = {f"logit_normal_{name}": f"logit_normal({m}, 1)" for name, m in (("m075", -0.75), ("0", 0), ("p075", 0.75), ("p15", 1.5))}
+PLAIN = ["proposal=same", "probe.enabled=false"]  # what needs no gradient statistics pays for none
 ARMS: dict[str, list[str]] = {
-    "uniform": ["target=uniform", "proposal=same"],
-    **{name: [f"target={spec}", "proposal=same"] for name, spec in STATIC.items()},
-    "mode": ["target=mode(1.29)", "proposal=same"],
-    "cosmap": ["target=cosmap", "proposal=same"],
-    "vr_static": ["target=vr_static({work}/vr_static.npz)", "proposal=same"],
+    "uniform": ["target=uniform", *PLAIN],
+    **{name: [f"target={spec}", *PLAIN] for name, spec in STATIC.items()},
+    "mode": ["target=mode(1.29)", *PLAIN],
+    "cosmap": ["target=cosmap", *PLAIN],
+    "vr_static": ["target=vr_static({work}/vr_static.npz)", *PLAIN],
     # The published rules know neither smoothing nor a floor of a fifth.
-    "loss_second_moment": ["target=uniform", "proposal=loss_second_moment", "smooth=0", "floor=0.001"],
-    "loss_ema": ["target=uniform", "proposal=loss_ema", "smooth=0", "floor=0.001"],
+    "loss_second_moment": ["target=uniform", "proposal=loss_second_moment", "smooth=0", "floor=0.001", "probe.enabled=false"],
+    "loss_ema": ["target=uniform", "proposal=loss_ema", "smooth=0", "floor=0.001", "probe.enabled=false"],
     "online_vr": ["target=uniform", "proposal=online_vr"],
     "online_vr_logit_normal_0": ["target=logit_normal(0, 1)", "proposal=online_vr"],
     "grad_variance_1": ["target=grad_variance(1)", "proposal=same"],
     "grad_variance_2": ["target=grad_variance(2)", "proposal=same"],
-    "entropy_rate": ["target=entropy_rate(0.15)", "proposal=same"],
+    "entropy_rate": ["target=entropy_rate(0.15)", *PLAIN],
 }
 # Two-sided 95 % quantile of Student's t by degrees of freedom.
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
