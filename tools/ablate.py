@@ -50,6 +50,14 @@ ARMS: dict[str, list[str]] = {
     "grad_variance_1": ["target=grad_variance(1)", "proposal=same"],
     "grad_variance_2": ["target=grad_variance(2)", "proposal=same"],
     "entropy_rate": ["target=entropy_rate(0.15)", *PLAIN],
+    "information": ["target=information", *PLAIN],
+    "learnable_2": ["target=learnable(2)", *PLAIN],
+    "negentropy": ["target=negentropy", *PLAIN],
+    "negentropy_online_vr": ["target=negentropy", "proposal=online_vr"],
+    "progress": ["target=progress", *PLAIN],
+    "information_progress": ["target=information_progress", *PLAIN],
+    "signal": ["target=signal", "proposal=same"],
+    "agreement": ["target=agreement", "proposal=same"],
 }
 # Two-sided 95 % quantile of Student's t by degrees of freedom.
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}

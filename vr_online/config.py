@@ -136,7 +136,9 @@ class TimestepConfig(Section):
     """K equal cells of [0, 1]; target and proposal are constant on each."""
     target: str = "uniform"
     """Density q(t) that the objective is: `uniform`, `logit_normal(m, s)`, `mode(s)`, `cosmap`, `shift(alpha)`,
-    `beta(a, b)`, `table(file)`, `vr_static(file)`, or learned live: `grad_variance(power)`, `entropy_rate(c)`."""
+    `beta(a, b)`, `table(file)`, `vr_static(file)`, or learned live: `negentropy(power)`, `learnable(power)`,
+    `information(power)`, `progress(power)`, `information_progress(power)`, `signal(power)`, `agreement(power)`,
+    `grad_variance(power)`, `entropy_rate(c)`."""
     proposal: str = "online_vr"
     """Density p(t) that t is drawn from: `online_vr`, `loss_second_moment`, `loss_ema`, `same` (as the target),
     or any fixed density of `target`."""
@@ -148,6 +150,9 @@ class TimestepConfig(Section):
     """Share of q mixed into p, so that no weight exceeds 1 / floor."""
     target_floor: float = Field(0.05, gt=0, le=1)
     """Share of the uniform density mixed into a learned target, so that no time is ever forgotten."""
+    anneal: Optional[list[int]] = Field(None, min_length=2, max_length=2)
+    """Images between which the target gives way, linearly, to the uniform density; twice the same number switches.
+    null never does."""
     smooth: float = Field(0.5, ge=0)
     """Width, in bins, of the smoothing over neighbouring bins; 0 for none."""
     half_life: float = Field(100_000, gt=0)
@@ -166,6 +171,13 @@ class TimestepConfig(Section):
 
         (rules.parse_target if info.field_name == "target" else rules.parse_proposal)(spec)
         return spec
+
+    @field_validator("anneal")
+    @classmethod
+    def _anneal(cls, between: Optional[list[int]]) -> Optional[list[int]]:
+        if between is not None and not 0 <= between[0] <= between[1]:
+            raise ValueError("give two numbers of images, the smaller first")
+        return between
 
     @model_validator(mode="after")
     def _memory(self) -> "TimestepConfig":

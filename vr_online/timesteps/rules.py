@@ -6,6 +6,7 @@ proposal's is multiplied by the target. To add one, write a function of (`Contex
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -64,6 +65,7 @@ class Rule:
 # Bins that hold less than this share of an equal part of q do not hold up the warm-up: they would take for
 # ever, and borrow from their neighbours instead.
 _NEGLIGIBLE = 0.1
+_ROWS = 4  # of the history that a slope takes
 
 
 def enough_samples(context: Context, q: Tensor, warmup: float) -> Tensor:
@@ -92,18 +94,108 @@ def entropy_rate(context: Context, c: float) -> Tensor:
     the rate is loss * alpha / (sigma^2 A); on the linear path loss * t / (1 - t). Where the loss is mostly
     fine detail and model error it does not vanish with sigma, hence the gate sigma^2 / (sigma^2 + c^2).
     """
-    return context.view.loss * _rate_factor(context.path, context.prediction, c, context.view.centers)
+
+    def factor(path: _PathAt) -> Tensor:
+        gate = path.sigma.square() / (path.sigma.square() + c * c)
+        return gate * path.alpha * path.slope / path.sigma.square() * path.mmse(context.prediction)
+
+    return context.view.loss * _bin_mean(context, factor)
 
 
-def _rate_factor(path: Any, prediction: str, c: float, centers: Tensor, points: int = 8) -> Tensor:
-    """(K,) mean over each bin of gate * (d snr / dt / 2) * (mmse per unit of loss)."""
+def information(context: Context, power: float) -> Tensor:
+    """Information that x_t gains about x_1 per unit of log-SNR, snr mmse / 2, from the live loss.
+
+    On the linear path and with the velocity loss it is t^2 loss / 2: Guo, Shamai, Verdu (2005), equation 1.
+    """
+    return (context.view.loss * _per_log_snr(context)).pow(power)
+
+
+def learnable(context: Context, power: float) -> Tensor:
+    """How far the live loss is below that of the best linear denoiser: what only a network can have learnt."""
+    return (_linear_loss(context) - context.view.loss).clamp(min=0).pow(power)
+
+
+def negentropy(context: Context, power: float) -> Tensor:
+    """Rate, per unit of log-SNR, at which x_t tells the data from a Gaussian of its variance.
+
+    It is snr (mmse_gauss - mmse) / 2, and its integral over log-SNR is the data's negentropy, the divergence of
+    the data from that Gaussian: Guo, Shamai, Verdu (2005), equations 1 and 62. The mmse comes from the live
+    loss and the Gaussian's is a closed form; on the linear path it is t^2 (linear - loss) / 2. It vanishes at
+    both ends, where a linear denoiser is best, and peaks where the network has most to say.
+    """
+    return ((_linear_loss(context) - context.view.loss).clamp(min=0) * _per_log_snr(context)).pow(power)
+
+
+def progress(context: Context, power: float) -> Tensor:
+    """Fall of a bin's loss per doubling of the images, over the last half of them.
+
+    While losses fall as a power of the images, it is in proportion to what is still left to learn.
+    """
+    return _fall(context).pow(power)
+
+
+def information_progress(context: Context, power: float) -> Tensor:
+    """`progress` in information per unit of log-SNR instead of loss."""
+    return (_fall(context) * _per_log_snr(context)).pow(power)
+
+
+def signal(context: Context, power: float) -> Tensor:
+    """Squared norm of the bin's mean gradient over its variance: how much one sample tells."""
+    return (context.view.signal / context.view.grad_var.clamp(min=1e-300)).pow(power)
+
+
+def agreement(context: Context, power: float) -> Tensor:
+    """How much a step on the bin helps all of them: its mean gradient along the mean over bins, over its spread."""
+    mean = context.view.mean_sketch
+    along = (mean @ mean.mean(0)) / context.view.grad_sq.clamp(min=1e-300).sqrt()
+    return along.clamp(min=0).pow(power)
+
+
+@dataclass
+class _PathAt:
+    """The path at times t: alpha, sigma and A = alpha' - alpha sigma' / sigma, the velocity per unit of x_1's error."""
+
+    alpha: Tensor
+    sigma: Tensor
+    slope: Tensor
+
+    def mmse(self, prediction: str) -> Tensor:
+        """Error of x_1 per unit of loss."""
+        if prediction == "velocity":
+            return self.slope.pow(-2)
+        return (self.sigma / self.alpha).square() if prediction == "noise" else self.alpha.pow(0)
+
+
+def _bin_mean(context: Context, function: Callable[[_PathAt], Tensor], points: int = 8) -> Tensor:
+    """(K,) mean of a function of the path over each bin."""
+    centers = context.view.centers
     offsets = (centers.new_ones(points).cumsum(0) - 0.5) / points - 0.5  # made on the device, which nothing then waits for
-    t = centers[:, None] + offsets[None, :] / len(centers)
-    alpha, sigma, d_alpha, d_sigma = path.coefficients(t)
-    slope = d_alpha - alpha * d_sigma / sigma
-    mmse = {"velocity": slope.pow(-2), "data": t.pow(0), "noise": (sigma / alpha).square()}[prediction]
-    gate = sigma.square() / (sigma.square() + c * c)
-    return (gate * alpha * slope / sigma.square() * mmse).mean(1)
+    alpha, sigma, d_alpha, d_sigma = context.path.coefficients(centers[:, None] + offsets[None, :] / len(centers))
+    return function(_PathAt(alpha, sigma, d_alpha - alpha * d_sigma / sigma)).mean(1)
+
+
+def _per_log_snr(context: Context) -> Tensor:
+    """(K,) snr mmse / 2 per unit of loss."""
+    return _bin_mean(context, lambda path: 0.5 * (path.alpha / path.sigma).square() * path.mmse(context.prediction))
+
+
+def _linear_loss(context: Context) -> Tensor:
+    """(K,) loss of the best linear denoiser of data with independent coordinates of variance 1, as normalised shards have:
+    mmse = sigma^2 / (alpha^2 + sigma^2)."""
+    return _bin_mean(
+        context, lambda path: path.sigma.square() / (path.alpha.square() + path.sigma.square()) / path.mmse(context.prediction)
+    )
+
+
+def _fall(context: Context) -> Tensor:
+    """(K,) least-squares slope of the loss against the logarithm of the images, sign turned, not below 0."""
+    past = context.view.history
+    recent = [i for i, images in enumerate(past.images) if images >= past.images[-1] / 2]
+    if len(recent) < _ROWS:
+        return context.view.loss.new_zeros(len(context.view.loss))
+    x = context.view.loss.new_tensor([math.log2(past.images[i]) for i in recent])
+    x = x - x.mean()
+    return (-(sum(w * past.loss[i] for w, i in zip(x, recent))) / x.square().sum()).clamp(min=0)
 
 
 # Proposals
@@ -133,6 +225,25 @@ TARGETS: dict[str, Rule] = {
     "entropy_rate": Rule(
         entropy_rate, "information rate of the live loss, gated at the data end", ("c",), (0.15,),
         needs_path=True, ready=enough_samples,
+    ),
+    "information": Rule(
+        information, "information of the live loss per unit of log-SNR, to a power", ("power",), (1.0,), needs_path=True, ready=enough_samples,
+    ),
+    "learnable": Rule(
+        learnable, "live loss below a linear denoiser's, to a power", ("power",), (1.0,), needs_path=True, ready=enough_samples,
+    ),
+    "negentropy": Rule(
+        negentropy, "what the network knows beyond a linear denoiser, as information per log-SNR, to a power",
+        ("power",), (1.0,), needs_path=True, ready=enough_samples,
+    ),
+    "progress": Rule(progress, "recent fall of the live loss, to a power", ("power",), (1.0,), ready=enough_samples),
+    "information_progress": Rule(
+        information_progress, "recent fall of the live loss as information per log-SNR, to a power",
+        ("power",), (1.0,), needs_path=True, ready=enough_samples,
+    ),
+    "signal": Rule(signal, "mean gradient over its noise, to a power", ("power",), (1.0,), sketches=True, ready=enough_samples),
+    "agreement": Rule(
+        agreement, "the bin's gradient along the whole one, to a power", ("power",), (1.0,), sketches=True, ready=enough_samples,
     ),
 }
 

@@ -404,6 +404,8 @@ class OnlineSampler:
             q, ready = self._learned(rules.TARGETS[self.target.name], self.target, context, uniform, self.config.target_floor)
         else:
             q, ready = self._masses(self.target), yes
+        if self.config.anneal is not None:
+            q = prop.mixed(q, uniform, self._annealed(*self.config.anneal))
         if self.proposal.name == "same":
             p = q
         elif self.proposal.name in rules.PROPOSALS:
@@ -414,6 +416,10 @@ class OnlineSampler:
             floor = self.config.floor if self.config.correction else 0.0
             p = prop.mixed(self._masses(self.proposal), q, floor)
         self._use(q, p, ready)
+
+    def _annealed(self, start: int, end: int) -> float:
+        """Share of the uniform density in the target by now."""
+        return float(self.images >= end) if start == end else min(max((self.images - start) / (end - start), 0.0), 1.0)
 
     def _learned(self, rule: rules.Rule, spec: Spec, context: rules.Context, base: Tensor, floor: float):
         """base * smoothed curve, mixed with base; base itself until enough is known."""
