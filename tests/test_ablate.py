@@ -18,10 +18,10 @@ def curve(*distance, step=100):
 
 
 def test_where_a_curve_first_comes_down_to_a_value():
-    x, y = [100, 200, 300], [9.0, 5.0, 1.0]
-    assert ablate.first_reached(x, y, 7.0) == 150 and ablate.first_reached(x, y, 9.5) == 100
-    assert ablate.first_reached(x, y, 0.5) is None
-    assert ablate.first_reached([100, 200, 300], [5.0, 8.0, 3.0], 4.0) == pytest.approx(250)  # a rise does not move the goal
+    x, y = [100, 200, 300], [16.0, 4.0, 1.0]
+    assert ablate.first_reached(x, y, 8.0) == pytest.approx(150) and ablate.first_reached(x, y, 17.0) == 100
+    assert ablate.first_reached(x, y, 4.0) == 200 and ablate.first_reached(x, y, 0.5) is None
+    assert ablate.first_reached(x, [4.0, 16.0, 1.0], 2.0) == pytest.approx(275)  # a rise does not move the goal
 
 
 def test_ratio_and_interval_are_students_t_over_seeds():

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,6 +60,7 @@ ARMS: dict[str, list[str]] = {
     "signal": ["target=signal", "proposal=same"],
     "agreement": ["target=agreement", "proposal=same"],
 }
+_WARM_STEPS = 10  # until every arm has left its warm-up
 # Two-sided 95 % quantile of Student's t by degrees of freedom.
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
@@ -71,11 +73,14 @@ def run_directory(work: Path, arm: str, seed: int) -> Path:
 
 
 def command(config: Path, arm: list[str], seed: int, directory: Path, work: Path, overrides: list[str]) -> list[str]:
-    keys = [f"timesteps.{key}".replace("{work}", str(work)) for key in arm]
     return [
-        sys.executable, "-m", "vr_online.train", "--config", str(config), *overrides, *keys, f"seed={seed}", f"name={directory.name}",
-        f"run_dir={directory}",
+        sys.executable, "-m", "vr_online.train", "--config", str(config), *overrides, *_keys(arm, work), f"seed={seed}",
+        f"name={directory.name}", f"run_dir={directory}",
     ]
+
+
+def _keys(arm: list[str], work: Path) -> list[str]:
+    return [f"timesteps.{key}".replace("{work}", str(work)) for key in arm]
 
 
 def train_one(words: list[str], directory: Path) -> str | None:
@@ -125,6 +130,41 @@ def offline_density(config: Config, work: Path) -> None:
         )
 
 
+def measure_overheads(config: Path, arms: dict[str, list[str]], work: Path, overrides: list[str], rounds: int) -> dict[str, dict]:
+    """Seconds of a train step of each arm over those of the first, {ratio, low, high} with a 95 % interval: all arms live in
+    one process and take turns, one step each, so that whatever slows the machine slows them alike."""
+    from vr_online.ranks import Ranks
+    from vr_online.run import start
+    from vr_online.train import train_step
+
+    ranks, seconds = Ranks(), {name: [] for name in arms}
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = {
+            name: start(load_config(config, [*overrides, *_keys(keys, work), f"run_dir={scratch}/{name}", "name=overhead"]), ranks)
+            for name, keys in arms.items()
+        }
+        order = list(runs)
+        for i in tqdm(range(_WARM_STEPS + rounds), unit="round", desc="overhead"):
+            for name in order[i % len(order) :] + order[: i % len(order)]:
+                begin = time.perf_counter()
+                train_step(runs[name])
+                if i >= _WARM_STEPS:
+                    seconds[name].append(time.perf_counter() - begin)
+        for run in runs.values():
+            run.monitor.close()
+            run.stream.close()
+    ranks.close()
+    reference = np.log(seconds[order[0]])
+    return {name: _median_ratio(np.log(seconds[name]) - reference) for name in order}
+
+
+def _median_ratio(logs: np.ndarray) -> dict:
+    """Median of paired log ratios, with its 95 % interval from order statistics."""
+    logs, half = np.sort(logs), 0.98 * math.sqrt(len(logs))
+    low, high = max(int(len(logs) / 2 - half), 0), min(int(math.ceil(len(logs) / 2 + half)), len(logs) - 1)
+    return {"ratio": float(np.exp(np.median(logs))), "low": float(np.exp(logs[low])), "high": float(np.exp(logs[high]))}
+
+
 # Reading
 
 
@@ -148,16 +188,14 @@ def read_run(directory: Path) -> dict | None:
 
 
 def first_reached(x: list[float], distance: list[float], wanted: float) -> float | None:
-    """Where the running minimum of `distance` first comes down to `wanted`, linear between evaluations."""
-    best = math.inf
+    """Where `distance` first comes down to `wanted`; between evaluations its logarithm is taken to fall linearly."""
     for i, d in enumerate(distance):
         if d <= wanted:
             if i == 0:
                 return float(x[0])
-            low, high = min(best, distance[i - 1]), d
-            part = 1.0 if low == high else (low - wanted) / (low - high)
-            return float(x[i - 1] + min(max(part, 0.0), 1.0) * (x[i] - x[i - 1]))
-        best = min(best, d)
+            before = math.log(distance[i - 1] / d)
+            part = 1.0 if before == 0 else math.log(distance[i - 1] / wanted) / before
+            return float(x[i - 1] + part * (x[i] - x[i - 1]))
     return None
 
 
@@ -178,7 +216,17 @@ def cost_ratio(arm: dict[int, dict], reference: dict[int, dict], clock: str = "i
     return {"ratio": math.exp(mean), "low": math.exp(mean - half) if half < math.inf else None, "high": math.exp(mean + half) if half < math.inf else None}
 
 
-def summarise(work: Path, arms: dict[str, list[str]], seeds: list[int], default: str) -> dict:
+def overheads(args: argparse.Namespace, arms: dict[str, list[str]], work: Path) -> dict[str, dict]:
+    """Measured once all arms are trained, when the machine is quiet; kept beside the runs."""
+    kept = work / "overhead.json"
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    if args.rounds and not arms.keys() <= known.keys():
+        known = measure_overheads(args.config, arms, work, args.overrides, args.rounds)
+        kept.write_text(json.dumps(known))
+    return known
+
+
+def summarise(work: Path, arms: dict[str, list[str]], seeds: list[int], default: str, overhead: dict[str, dict]) -> dict:
     runs = {name: {s: r for s in seeds if (r := read_run(run_directory(work, name, s)))} for name in arms}
     runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
     table = {}
@@ -189,6 +237,7 @@ def summarise(work: Path, arms: dict[str, list[str]], seeds: list[int], default:
             **{key: [by_seed[s][key] for s in sorted(by_seed)] for key in ("images", "distance", "wall_s", "step_s", "gain", "achieved", "achieved_error", "ess")},
             "final_mean": statistics.fmean(final), "final_std": statistics.stdev(final) if len(final) > 1 else None,
             "vs_uniform": cost_ratio(by_seed, runs["uniform"]), "vs_uniform_wall": cost_ratio(by_seed, runs["uniform"], "wall_s"),
+            "overhead": overhead.get(name),
         }
     static = {n: table[n]["final_mean"] for n in STATIC if n in table}
     best = min(static, key=static.get) if static else "uniform"
@@ -294,6 +343,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the report")
     parser.add_argument("--work", type=Path, default=None, help="folder of the runs (default runs/ablate/<config's name>)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one core each (default: all cores)")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of the overhead's measurement, a step of each arm; 0 for none (default %(default)s)")
     parser.add_argument("--report-only", action="store_true", help="train nothing, report what is there")
     parser.add_argument("--quick", action="store_true", help="smoke run on the digits")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for every arm")
@@ -301,7 +351,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if args.quick:
             args.config, args.overrides = quick_setting(Path(scratch))
-            args.arms, args.seeds, args.work, args.out = args.arms or "uniform,online_vr", "0", Path(scratch) / "runs", args.out or Path(scratch) / "out"
+            args.arms, args.seeds, args.rounds = args.arms or "uniform,online_vr", "0", 10
+            args.work, args.out = Path(scratch) / "runs", args.out or Path(scratch) / "out"
         if args.config is None or args.out is None:
             parser.error("give a configuration and --out, or --quick")
         results = ablate(args)
@@ -328,7 +379,7 @@ def ablate(args: argparse.Namespace) -> dict:
         failures = train_all(args.config, arms, seeds, work, args.jobs, args.overrides)
         if failures:
             sys.exit("\n".join(["some runs failed; run the same command to continue:", *failures]))
-    results = {"dataset": args.config.stem.removeprefix("ablate_"), **summarise(work, arms, seeds, args.default)}
+    results = {"dataset": args.config.stem.removeprefix("ablate_"), **summarise(work, arms, seeds, args.default, overheads(args, arms, work))}
     (args.out / "results.json").write_text(json.dumps(results, indent=1))
     write_report(results, args.out, "python " + " ".join(sys.argv))
     draw(results, args.out)

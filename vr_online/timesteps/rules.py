@@ -6,9 +6,10 @@ proposal's is multiplied by the target. To add one, write a function of (`Contex
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable
+
+import numpy as np
 
 from vr_online.timesteps import densities
 from vr_online.timesteps.densities import DensityError, Spec
@@ -65,6 +66,7 @@ class Rule:
 # Bins that hold less than this share of an equal part of q do not hold up the warm-up: they would take for
 # ever, and borrow from their neighbours instead.
 _NEGLIGIBLE = 0.1
+_LEAST = 0.1  # share of what is usual that a bin counts for, however little was learnt there
 _ROWS = 4  # of the history that a slope takes
 
 
@@ -112,7 +114,12 @@ def information(context: Context, power: float) -> Tensor:
 
 def learnable(context: Context, power: float) -> Tensor:
     """How far the live loss is below that of the best linear denoiser: what only a network can have learnt."""
-    return (_linear_loss(context) - context.view.loss).clamp(min=0).pow(power)
+    return _below_linear(context).pow(power)
+
+
+def frontier(context: Context, power: float, progress: float) -> Tensor:
+    """What the network has learnt, where it still learns: `learnable` to a power times `progress` to another."""
+    return _below_linear(context).pow(power) * _fall(context).pow(progress)
 
 
 def negentropy(context: Context, power: float) -> Tensor:
@@ -123,7 +130,7 @@ def negentropy(context: Context, power: float) -> Tensor:
     loss and the Gaussian's is a closed form; on the linear path it is t^2 (linear - loss) / 2. It vanishes at
     both ends, where a linear denoiser is best, and peaks where the network has most to say.
     """
-    return ((_linear_loss(context) - context.view.loss).clamp(min=0) * _per_log_snr(context)).pow(power)
+    return (_below_linear(context) * _per_log_snr(context)).pow(power)
 
 
 def progress(context: Context, power: float) -> Tensor:
@@ -187,15 +194,25 @@ def _linear_loss(context: Context) -> Tensor:
     )
 
 
+def _below_linear(context: Context) -> Tensor:
+    """(K,) linear denoiser's loss less the live one; at least a tenth of it, so that a bin which is not even that far yet,
+    as all are at first, is not left out."""
+    linear = _linear_loss(context)
+    return (linear - context.view.loss).clamp(min=_LEAST * linear)
+
+
 def _fall(context: Context) -> Tensor:
-    """(K,) least-squares slope of the loss against the logarithm of the images, sign turned, not below 0."""
-    past = context.view.history
+    """(K,) least-squares fall of the loss per doubling of the images over the last half of them; at least a tenth of the
+    bins' mean, and the same for all while little of the past is known."""
+    past, loss = context.view.history, context.view.loss
     recent = [i for i, images in enumerate(past.images) if images >= past.images[-1] / 2]
     if len(recent) < _ROWS:
-        return context.view.loss.new_zeros(len(context.view.loss))
-    x = context.view.loss.new_tensor([math.log2(past.images[i]) for i in recent])
-    x = x - x.mean()
-    return (-(sum(w * past.loss[i] for w, i in zip(x, recent))) / x.square().sum()).clamp(min=0)
+        return loss.new_ones(len(loss))
+    x = np.log2([past.images[i] for i in recent])
+    slope = (x - x.mean()) / np.square(x - x.mean()).sum()
+    fall = -sum(float(w) * past.loss[i] for w, i in zip(slope, recent))
+    fall = fall.clamp(min=0)
+    return fall.clamp(min=_LEAST * fall.mean())
 
 
 # Proposals
@@ -231,6 +248,9 @@ TARGETS: dict[str, Rule] = {
     ),
     "learnable": Rule(
         learnable, "live loss below a linear denoiser's, to a power", ("power",), (1.0,), needs_path=True, ready=enough_samples,
+    ),
+    "frontier": Rule(
+        frontier, "`learnable` to a power times `progress` to another", ("power", "progress"), (2.0, 0.5), needs_path=True, ready=enough_samples,
     ),
     "negentropy": Rule(
         negentropy, "what the network knows beyond a linear denoiser, as information per log-SNR, to a power",
