@@ -112,25 +112,20 @@ def information(context: Context, power: float) -> Tensor:
     return (context.view.loss * _per_log_snr(context)).pow(power)
 
 
-def learnable(context: Context, power: float) -> Tensor:
-    """How far the live loss is below that of the best linear denoiser: what only a network can have learnt."""
-    return _below_linear(context).pow(power)
+def learnable(context: Context, power: float, tilt: float) -> Tensor:
+    """How far the live loss is below that of the best linear denoiser, to a power, times (snr mmse per unit of loss)^tilt.
 
-
-def frontier(context: Context, power: float, progress: float) -> Tensor:
-    """What the network has learnt, where it still learns: `learnable` to a power times `progress` to another."""
-    return _below_linear(context).pow(power) * _fall(context).pow(progress)
-
-
-def negentropy(context: Context, power: float) -> Tensor:
-    """Rate, per unit of log-SNR, at which x_t tells the data from a Gaussian of its variance.
-
-    It is snr (mmse_gauss - mmse) / 2, and its integral over log-SNR is the data's negentropy, the divergence of
-    the data from that Gaussian: Guo, Shamai, Verdu (2005), equations 1 and 62. The mmse comes from the live
-    loss and the Gaussian's is a closed form; on the linear path it is t^2 (linear - loss) / 2. It vanishes at
-    both ends, where a linear denoiser is best, and peaks where the network has most to say.
+    What only a network can learn: nothing at either end, where a linear denoiser is best. On the linear path with the
+    velocity loss the second factor is t^(2 tilt). With power 1 and tilt 1 the curve is snr (mmse_gauss - mmse), twice the rate,
+    per unit of log-SNR, at which x_t tells the data from a Gaussian of the same variance, whose integral is the data's
+    negentropy: Guo, Shamai, Verdu (2005), equations 1 and 62.
     """
-    return (_below_linear(context) * _per_log_snr(context)).pow(power)
+    return _below_linear(context).pow(power) * _per_log_snr(context).pow(tilt)
+
+
+def frontier(context: Context, power: float, tilt: float, progress: float) -> Tensor:
+    """What the network has learnt, where it still learns: `learnable` times `progress` to a power."""
+    return learnable(context, power, tilt) * _fall(context).pow(progress)
 
 
 def progress(context: Context, power: float) -> Tensor:
@@ -247,14 +242,11 @@ TARGETS: dict[str, Rule] = {
         information, "information of the live loss per unit of log-SNR, to a power", ("power",), (1.0,), needs_path=True, ready=enough_samples,
     ),
     "learnable": Rule(
-        learnable, "live loss below a linear denoiser's, to a power", ("power",), (1.0,), needs_path=True, ready=enough_samples,
+        learnable, "live loss below a linear denoiser's, to a power, tilted to the data", ("power", "tilt"), (2.0, 0.5),
+        needs_path=True, ready=enough_samples,
     ),
     "frontier": Rule(
-        frontier, "`learnable` to a power times `progress` to another", ("power", "progress"), (2.0, 0.5), needs_path=True, ready=enough_samples,
-    ),
-    "negentropy": Rule(
-        negentropy, "what the network knows beyond a linear denoiser, as information per log-SNR, to a power",
-        ("power",), (1.0,), needs_path=True, ready=enough_samples,
+        frontier, "`learnable` times `progress` to a power", ("power", "tilt", "progress"), (2.0, 0.5, 0.5), needs_path=True, ready=enough_samples,
     ),
     "progress": Rule(progress, "recent fall of the live loss, to a power", ("power",), (1.0,), ready=enough_samples),
     "information_progress": Rule(
@@ -288,8 +280,8 @@ def parse(spec: str, rules: dict[str, Rule], also: tuple[str, ...] = ()) -> Spec
     parsed = densities.numbers(parts, rule.parameters, required)
     missing = len(rule.parameters) - len(parsed.args)
     parsed = Spec(parts.name, parsed.args + rule.defaults[len(rule.defaults) - missing :])
-    if any(value <= 0 for value in parsed.args):
-        raise DensityError(f"{spec}: the arguments of {parts.name} must be above 0")
+    if any(value < 0 for value in parsed.args):
+        raise DensityError(f"{spec}: the arguments of {parts.name} must not be negative")
     return parsed
 
 
