@@ -119,7 +119,7 @@ def test_a_pickled_table_is_refused(tmp_path):
         ("target", "uniform(3)", "no arguments"), ("target", "logit_normal(0, -1)", "s must be above 0"),
         ("target", "beta(1, x)", "must be numbers"), ("target", "mode(2)", "s must lie in"), ("target", "shift(nan)", "finite"),
         ("target", "shift(3", "expected a form"), ("target", "table()", "one file name"), ("target", "vr_static(no.npz)", "no such density table"),
-        ("target", "entropy_rate(0)", "above 0"), ("target", "online_vr", "unknown density"), ("proposal", "grad_variance", "unknown density"),
+        ("target", "entropy_rate(-1)", "must not be negative"), ("target", "online_vr", "unknown density"), ("proposal", "grad_variance", "unknown density"),
     ],
 )
 def test_wrong_specs_are_refused_with_the_configuration(key, spec, message):

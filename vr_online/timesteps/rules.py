@@ -113,12 +113,12 @@ def information(context: Context, power: float) -> Tensor:
 
 
 def learnable(context: Context, power: float, tilt: float) -> Tensor:
-    """How far the live loss is below that of the best linear denoiser, to a power, times (snr mmse per unit of loss)^tilt.
+    """How far the live loss is below that of the best linear denoiser, to a power, times (snr mmse / 2 per unit of loss)^tilt.
 
     What only a network can learn: nothing at either end, where a linear denoiser is best. On the linear path with the
-    velocity loss the second factor is t^(2 tilt). With power 1 and tilt 1 the curve is snr (mmse_gauss - mmse), twice the rate,
-    per unit of log-SNR, at which x_t tells the data from a Gaussian of the same variance, whose integral is the data's
-    negentropy: Guo, Shamai, Verdu (2005), equations 1 and 62.
+    velocity loss the second factor is (t^2 / 2)^tilt. With power 1 and tilt 1 the curve is snr (mmse_gauss - mmse) / 2, the rate,
+    per unit of log-SNR, at which x_t tells the data from a Gaussian of the same variance; its integral is the divergence of
+    the two, the data's negentropy (Guo, Shamai, Verdu 2005, theorem 1, applied to both).
     """
     return _below_linear(context).pow(power) * _per_log_snr(context).pow(tilt)
 
