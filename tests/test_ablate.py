@@ -34,7 +34,13 @@ def test_ratio_and_interval_are_students_t_over_seeds():
     mean = sum(logs) / 3
     half = 4.303 * math.sqrt(sum((v - mean) ** 2 for v in logs) / 2 / 3)
     assert ratio["ratio"] == pytest.approx(math.exp(mean)) and ratio["low"] == pytest.approx(math.exp(mean - half))
-    assert ablate.cost_ratio({0: curve(9, 9, 9)}, reference)["ratio"] is None
+
+
+def test_an_arm_that_never_gets_there_is_read_the_other_way_round():
+    reference = {0: curve(8, 4, 2)}
+    assert ablate.cost_ratio({0: curve(9, 9, 4)}, reference) == {"ratio": pytest.approx(300 / 200), "low": None, "high": None}
+    assert ablate.cost_ratio(reference, {0: curve(9, 9, 4)})["ratio"] == pytest.approx(200 / 300)  # the two readings are inverse
+    assert ablate.cost_ratio({0: curve(9, 8, 2 + 1e-9)}, reference)["ratio"] == pytest.approx(1)
 
 
 def test_smoke_run_writes_report_results_and_figures(tmp_path):
