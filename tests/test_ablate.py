@@ -53,4 +53,4 @@ def test_smoke_run_writes_report_results_and_figures(tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["arms"].keys() == {"uniform", "online_vr"} and results["arms"]["uniform"]["vs_uniform"]["ratio"] == 1
     assert all(len(arm["distance"][0]) == len(arm["images"][0]) == 2 for arm in results["arms"].values())
-    assert {p.name for p in tmp_path.iterdir()} >= {"report.md", "distance_images.png", "distance_seconds.png"}
+    assert {p.name for p in tmp_path.iterdir()} >= {"report.md", "distance_images.png", "distance_seconds.png", "gain.png", "density.png"}

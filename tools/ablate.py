@@ -176,6 +176,8 @@ def read_run(directory: Path) -> dict | None:
         return None
     results = [json.loads(p.read_text()) for p in results]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    bins = [json.loads(line) for line in (directory / "bins.jsonl").read_text().splitlines()]
+    chosen = [bins[i] for i in sorted({round(f * (len(bins) - 1)) for f in np.geomspace(0.05, 1, 5)})]
     steps = [0] + [line["step"] for line in lines]
     seconds = np.cumsum([0.0] + [line["speed/step_s"] * (b - a) for line, a, b in zip(lines, steps, steps[1:])])
     return {
@@ -185,6 +187,8 @@ def read_run(directory: Path) -> dict | None:
         "wall_s": [float(np.interp(r["step"], steps, seconds)) for r in results],
         "step_s": statistics.median(line["speed/step_s"] for line in lines),
         **{name: lines[-1].get(f"sampler/{name}") for name in ("gain", "achieved", "achieved_error", "ess")},
+        # Density of the draws at a few times of the run, 1 for uniform.
+        "drawn": [{"images": line["images"], "p": [round(len(line["p"]) * p, 3) for p in line["p"]]} for line in chosen],
     }
 
 
@@ -245,6 +249,7 @@ def summarise(work: Path, arms: dict[str, list[str]], seeds: list[int], default:
         table[name] = {
             "keys": arms[name], "seeds": sorted(by_seed),
             **{key: [by_seed[s][key] for s in sorted(by_seed)] for key in ("images", "distance", "wall_s", "step_s", "gain", "achieved", "achieved_error", "ess")},
+            "drawn": by_seed[min(by_seed)]["drawn"],
             "final_mean": final[name], "final_std": statistics.stdev(ends) if len(ends) > 1 else None,
             "vs_uniform": cost_ratio(by_seed, runs["uniform"]), "vs_uniform_wall": cost_ratio(by_seed, runs["uniform"], "wall_s"),
             "vs_best_static": cost_ratio(by_seed, runs[best]), "overhead": overhead.get(name),
@@ -287,7 +292,9 @@ def write_report(results: dict, out: Path, words: str) -> None:
             f"{shown(arm['vs_uniform'])} | {shown(arm['vs_uniform_wall'])} | {shown(arm['vs_best_static'])} | {step} | "
             f"{_mean(arm['gain'])} | {_mean(arm['achieved'], arm['achieved_error'])} |"
         )
-    lines += ["", "![distance over images](distance_images.png)", "", "![distance over seconds](distance_seconds.png)", ""]
+    lines += ["", "![distance over images](distance_images.png)", "", "![distance over seconds](distance_seconds.png)", "", "![gain, predicted and measured](gain.png)", "",
+        "![densities of t that the arms draw](density.png)", "",
+    ]
     (out / "report.md").write_text("\n".join(lines))
 
 
@@ -319,6 +326,49 @@ def draw(results: dict, out: Path) -> None:
         axis.legend(fontsize=8, ncol=2)
         figure.savefig(out / file, dpi=110)
         plt.close(figure)
+    draw_gain(results, out)
+    draw_densities(results, out)
+
+
+def draw_gain(results: dict, out: Path) -> None:
+    """Predicted against measured variance ratio, a point a run."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 6), constrained_layout=True)
+    for name, arm in results["arms"].items():
+        points = [p for p in zip(arm["gain"], arm["achieved"], arm["achieved_error"]) if all(isinstance(v, float) for v in p)]
+        if points:
+            x, y, error = zip(*points)
+            axis.errorbar(x, y, error, fmt="o", markersize=4, label=name)
+    low, high = axis.get_xlim()
+    axis.plot([low, high], [low, high], color="0.6", linewidth=1, zorder=0)
+    axis.set(xlabel="predicted", ylabel="measured", title=f"{results['dataset']}: variance of the minibatch gradient\nover that of plain draws from the target")
+    axis.grid(alpha=0.3)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8)
+    figure.savefig(out / "gain.png", dpi=110)
+    plt.close(figure)
+
+
+def draw_densities(results: dict, out: Path) -> None:
+    """Left, what each arm draws at the end; right, the default over the run."""
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True, sharey=True)
+    for colour, (name, arm) in zip(plt.get_cmap("tab20").colors * 2, results["arms"].items()):
+        p = arm["drawn"][-1]["p"]
+        left.stairs(p, np.linspace(0, 1, len(p) + 1), label=name, color=colour)
+    default = results["arms"][results["default"]]["drawn"]
+    for colour, at in zip(plt.get_cmap("viridis")(np.linspace(0, 0.9, len(default))), default):
+        right.stairs(at["p"], np.linspace(0, 1, len(at["p"]) + 1), label=f"{at['images']:,} images", color=colour)
+    left.set(title="every arm at the end", xlabel="t (0 noise, 1 data)", ylabel="density drawn")
+    right.set(title=f"{results['default']} over the run", xlabel="t (0 noise, 1 data)")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7, ncol=2)
+    figure.suptitle(results["dataset"])
+    figure.savefig(out / "density.png", dpi=110)
+    plt.close(figure)
 
 
 # Command line
