@@ -134,11 +134,11 @@ class ProbeConfig(Section):
 class TimestepConfig(Section):
     bins: int = Field(32, ge=1)
     """K equal cells of [0, 1]; target and proposal are constant on each."""
-    target: str = "uniform"
+    target: str = "learnable"
     """Density q(t) that the objective is: `uniform`, `logit_normal(m, s)`, `mode(s)`, `cosmap`, `shift(alpha)`,
-    `beta(a, b)`, `table(file)`, `vr_static(file)`, or learned live: `negentropy(power)`, `learnable(power)`,
-    `information(power)`, `progress(power)`, `information_progress(power)`, `signal(power)`, `agreement(power)`,
-    `grad_variance(power)`, `entropy_rate(c)`."""
+    `beta(a, b)`, `table(file)`, `vr_static(file)`, or learned live: `learnable(power, tilt)`, `progress(power)`,
+    `frontier(power, tilt, progress)`, `information(power)`, `signal(power)`, `agreement(power)`, `grad_variance(power)`,
+    `entropy_rate(c)`."""
     proposal: str = "online_vr"
     """Density p(t) that t is drawn from: `online_vr`, `loss_second_moment`, `loss_ema`, `same` (as the target),
     or any fixed density of `target`."""

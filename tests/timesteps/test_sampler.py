@@ -36,7 +36,7 @@ class Regression:
     def __init__(self, seed: int = 0, probe: bool = True, **config) -> None:
         self.model = nn.Linear(self.D, self.M, bias=False)
         nn.init.zeros_(self.model.weight)
-        settings = dict(bins=4, smooth=0.0, floor=0.02, half_life=1e6, probe=ALL_LAYERS)
+        settings = dict(target="uniform", bins=4, smooth=0.0, floor=0.02, half_life=1e6, probe=ALL_LAYERS)
         self.config = TimestepConfig(**{**settings, **config})
         self.probe = attach_probe(self.model, ALL_LAYERS) if probe else None
         self.sampler = OnlineSampler(self.config, probe=self.probe, batch_size=64, seed=seed, path=get_path("linear"))
@@ -242,7 +242,7 @@ def feed(sampler, losses_by_step):
 
 def test_loss_second_moment_is_the_root_of_the_mean_of_the_last_ten_squares():
     # A new proposal only every 19 steps, so that until then each step has one sample in each of the two bins.
-    sampler = OnlineSampler(TimestepConfig(bins=2, proposal="loss_second_moment", floor=0.001, smooth=0, update_every=19))
+    sampler = OnlineSampler(TimestepConfig(bins=2, target="uniform", proposal="loss_second_moment", floor=0.001, smooth=0, update_every=19))
     feed(sampler, [[5.0, 7.0]] * 9)
     sampler.commit()
     sampler._refresh()
@@ -302,8 +302,8 @@ def test_update_every_holds_the_proposal():
 def test_what_is_missing_is_named():
     with pytest.raises(UserError, match="proposal: online_vr needs a probe"):
         OnlineSampler(TimestepConfig())
-    with pytest.raises(UserError, match="target: entropy_rate.* needs the interpolation path"):
-        OnlineSampler(TimestepConfig(target="entropy_rate", proposal="same"))
+    with pytest.raises(UserError, match="target: signal.* needs a probe"):
+        OnlineSampler(TimestepConfig(target="signal", proposal="same"))
     with pytest.raises(ValueError, match="micro_batch_size"):
         OnlineSampler(TimestepConfig(proposal="same")).draw()
     sampler = OnlineSampler(TimestepConfig(proposal="same"))

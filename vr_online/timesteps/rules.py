@@ -30,7 +30,7 @@ class Context:
         stratified: whether draws are stratified.
         losses: recent individual losses, for rules that ask for them.
         loss_ema: (K,) the VDM++ average, for the rule that asks for it.
-        path: the interpolation path, or None.
+        path: the interpolation path.
         prediction: space of the loss: velocity, noise or data.
     """
 
@@ -50,7 +50,6 @@ class Rule:
         curve: function of (context, *arguments) to a (K,) float64 curve.
         parameters: names of its numeric arguments, and `defaults` for the last of them.
         sketches: it needs a probe.
-        needs_path: it needs the interpolation path.
         ready: function of (context, q, warmup) to a 0-dim bool: enough is known to leave q.
     """
 
@@ -59,7 +58,6 @@ class Rule:
     parameters: tuple[str, ...] = ()
     defaults: tuple[float, ...] = ()
     sketches: bool = False
-    needs_path: bool = False
     ready: Callable[[Context, Tensor, float], Tensor] | None = None
 
 
@@ -134,11 +132,6 @@ def progress(context: Context, power: float) -> Tensor:
     While losses fall as a power of the images, it is in proportion to what is still left to learn.
     """
     return _fall(context).pow(power)
-
-
-def information_progress(context: Context, power: float) -> Tensor:
-    """`progress` in information per unit of log-SNR instead of loss."""
-    return (_fall(context) * _per_log_snr(context)).pow(power)
 
 
 def signal(context: Context, power: float) -> Tensor:
@@ -236,23 +229,19 @@ TARGETS: dict[str, Rule] = {
     ),
     "entropy_rate": Rule(
         entropy_rate, "information rate of the live loss, gated at the data end", ("c",), (0.15,),
-        needs_path=True, ready=enough_samples,
+        ready=enough_samples,
     ),
     "information": Rule(
-        information, "information of the live loss per unit of log-SNR, to a power", ("power",), (1.0,), needs_path=True, ready=enough_samples,
+        information, "information of the live loss per unit of log-SNR, to a power", ("power",), (1.0,), ready=enough_samples,
     ),
     "learnable": Rule(
         learnable, "live loss below a linear denoiser's, to a power, tilted to the data", ("power", "tilt"), (2.0, 0.5),
-        needs_path=True, ready=enough_samples,
+        ready=enough_samples,
     ),
     "frontier": Rule(
-        frontier, "`learnable` times `progress` to a power", ("power", "tilt", "progress"), (2.0, 0.5, 0.5), needs_path=True, ready=enough_samples,
+        frontier, "`learnable` times `progress` to a power", ("power", "tilt", "progress"), (2.0, 0.5, 0.5), ready=enough_samples,
     ),
     "progress": Rule(progress, "recent fall of the live loss, to a power", ("power",), (1.0,), ready=enough_samples),
-    "information_progress": Rule(
-        information_progress, "recent fall of the live loss as information per log-SNR, to a power",
-        ("power",), (1.0,), needs_path=True, ready=enough_samples,
-    ),
     "signal": Rule(signal, "mean gradient over its noise, to a power", ("power",), (1.0,), sketches=True, ready=enough_samples),
     "agreement": Rule(
         agreement, "the bin's gradient along the whole one, to a power", ("power",), (1.0,), sketches=True, ready=enough_samples,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vr_online.config import TimestepConfig
 from vr_online.errors import UserError
+from vr_online.flow.paths import get_path
 from vr_online.timesteps import proposal as prop
 from vr_online.timesteps import rules
 from vr_online.timesteps.achieved import AchievedRatio
@@ -61,8 +62,8 @@ class OnlineSampler:
 
     Args:
         config: the `timesteps` section.
-        path: interpolation path (`vr_online.flow.paths`); needed by the `entropy_rate` target, and its name
-            is stored so that a checkpoint of another path is refused.
+        path: interpolation path (`vr_online.flow.paths`), linear if not given; targets that turn the loss into
+            information look at it, and its name is stored so that a checkpoint of another path is refused.
         prediction: space of the per-sample loss: velocity, noise or data.
         seed: draws depend on (seed, step) alone.
         probe: from `attach_probe`; needed by `online_vr` and `grad_variance`.
@@ -73,7 +74,7 @@ class OnlineSampler:
         device: where t is wanted.
 
     Raises:
-        UserError: the configuration needs a probe or a path that was not given.
+        UserError: the configuration needs a probe that was not given.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class OnlineSampler:
         probe: Probe | None = None, batch_size: int | None = None, accumulation: int = 1, rank: int = 0,
         world_size: int = 1, group: Any = None, device: torch.device | str = "cpu",
     ) -> None:
-        self.config, self.path, self.prediction = config, path, prediction
+        self.config, self.path, self.prediction = config, path or get_path("linear"), prediction
         self.seed, self.batch_size, self.accumulation = seed, batch_size, accumulation
         self.rank, self.world_size, self.group, self.device = rank, world_size, group, torch.device(device)
         self.probe = probe
@@ -279,7 +280,7 @@ class OnlineSampler:
 
     def _identity(self) -> dict:
         return {
-            "bins": self.config.bins, "path": getattr(self.path, "name", None), "k": self.probe.k if self.probe else 0,
+            "bins": self.config.bins, "path": self.path.name, "k": self.probe.k if self.probe else 0,
             "layers": sorted(self.probe.layers) if self.probe else [],
             "target": str(self.target), "proposal": str(self.proposal),
         }
@@ -291,8 +292,6 @@ class OnlineSampler:
         keys = {"bins": "timesteps.bins", "path": "flow.path", "k": "timesteps.probe.k", "layers": "timesteps.probe.layers"}
         for name, key in keys.items():
             stored = state[name]
-            if name == "path" and None in (stored, mine[name]):
-                continue
             if stored != mine[name]:
                 shown = (f"{len(stored)} layers", f"{len(mine[name])} layers") if name == "layers" else (stored, mine[name])
                 raise UserError(
@@ -434,7 +433,7 @@ class OnlineSampler:
 
     def _masses(self, spec: Spec) -> Tensor:
         if spec not in self._fixed:
-            masses = bin_masses(spec, self.config.bins, getattr(self.path, "name", None))
+            masses = bin_masses(spec, self.config.bins, self.path.name)
             self._fixed[spec] = torch.from_numpy(masses).to(self.device)
         return self._fixed[spec]
 
@@ -443,8 +442,6 @@ class OnlineSampler:
             rule = table.get(spec.name)
             if rule and rule.sketches and self.probe is None:
                 raise UserError(f"timesteps.{key}: {spec} needs a probe: pass probe=attach_probe(model, config.probe) to OnlineSampler")
-            if rule and rule.needs_path and self.path is None:
-                raise UserError(f"timesteps.{key}: {spec} needs the interpolation path: pass path=get_path(name) to OnlineSampler")
 
     def _tensor(self, values) -> Tensor:
         return torch.as_tensor(values).clone().to(self.device)
