@@ -17,6 +17,7 @@ is Student's t over seeds.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -47,19 +48,21 @@ ARMS: dict[str, list[str]] = {
     # The published rules know neither smoothing nor a floor of a fifth.
     "loss_second_moment": ["target=uniform", "proposal=loss_second_moment", "smooth=0", "floor=0.001", "probe.enabled=false"],
     "loss_ema": ["target=uniform", "proposal=loss_ema", "smooth=0", "floor=0.001", "probe.enabled=false"],
+    "curriculum": ["target=logit_normal(0, 1)", "anneal=[{half},{half}]", *PLAIN],
     "online_vr": ["target=uniform", "proposal=online_vr"],
+    "online_vr_half_corrected": ["target=uniform", "proposal=online_vr", "correction=0.5"],
     "online_vr_logit_normal_0": ["target=logit_normal(0, 1)", "proposal=online_vr"],
     "grad_variance_1": ["target=grad_variance(1)", "proposal=same"],
     "grad_variance_2": ["target=grad_variance(2)", "proposal=same"],
     "entropy_rate": ["target=entropy_rate(0.15)", *PLAIN],
-    "information": ["target=information", *PLAIN],
-    "learnable_2": ["target=learnable(2)", *PLAIN],
-    "negentropy": ["target=negentropy", *PLAIN],
-    "negentropy_online_vr": ["target=negentropy", "proposal=online_vr"],
-    "progress": ["target=progress", *PLAIN],
-    "information_progress": ["target=information_progress", *PLAIN],
-    "signal": ["target=signal", "proposal=same"],
-    "agreement": ["target=agreement", "proposal=same"],
+    "information": ["target=information(1)", *PLAIN],
+    "progress": ["target=progress(1)", *PLAIN],
+    "signal": ["target=signal(1)", "proposal=same"],
+    "agreement": ["target=agreement(1)", "proposal=same"],
+    "frontier": ["target=frontier", *PLAIN],
+    "learnable": ["target=learnable", *PLAIN],
+    "learnable_annealed": ["target=learnable", "anneal=[{half},{all}]", *PLAIN],
+    "default": [],
 }
 _WARM_STEPS = 10  # until every arm has left its warm-up
 # Two-sided 95 % quantile of Student's t by degrees of freedom.
@@ -73,15 +76,22 @@ def run_directory(work: Path, arm: str, seed: int) -> Path:
     return work / f"{arm}-seed{seed}"
 
 
-def command(config: Path, arm: list[str], seed: int, directory: Path, work: Path, overrides: list[str]) -> list[str]:
+def command(config: Path, keys: list[str], seed: int, directory: Path, overrides: list[str]) -> list[str]:
     return [
-        sys.executable, "-m", "vr_online.train", "--config", str(config), *overrides, *_keys(arm, work), f"seed={seed}",
+        sys.executable, "-m", "vr_online.train", "--config", str(config), *overrides, *keys, f"seed={seed}",
         f"name={directory.name}", f"run_dir={directory}",
     ]
 
 
-def _keys(arm: list[str], work: Path) -> list[str]:
-    return [f"timesteps.{key}".replace("{work}", str(work)) for key in arm]
+def _keys(arm: list[str], work: Path, images: int) -> list[str]:
+    """Overrides of an arm; {half} and {all} are the run's images, {work} the folder of the runs."""
+    place = {"{work}": str(work), "{half}": str(images // 2), "{all}": str(images)}
+    keys = [f"timesteps.{key}" for key in arm]
+    return [functools.reduce(lambda text, item: text.replace(*item), place.items(), key) for key in keys]
+
+
+def _images(config: Config) -> int:
+    return config.train.total_steps * config.train.batch_size
 
 
 def train_one(words: list[str], directory: Path) -> str | None:
@@ -97,14 +107,14 @@ def train_one(words: list[str], directory: Path) -> str | None:
 
 def train_all(config: Path, arms: dict[str, list[str]], seeds: list[int], work: Path, jobs: int, overrides: list[str]) -> list[str]:
     """Trains what is not finished yet, `jobs` at a time, seed by seed so that early results are comparable."""
-    total = load_config(config, overrides).train.total_steps
-    waiting = []
+    settings = load_config(config, overrides)
+    total, waiting = settings.train.total_steps, []
     for seed in seeds:
         for name, keys in arms.items():
             directory = run_directory(work, name, seed)
             finished = directory.joinpath("summary.json").exists() and checkpoint.list_checkpoints(directory)[-1:] == [total]
             if not finished:
-                waiting.append((command(config, keys, seed, directory, work, overrides), directory))
+                waiting.append((command(config, _keys(keys, work, _images(settings)), seed, directory, overrides), directory))
     bar, lock, failures = tqdm(total=len(waiting), unit="run", desc="training"), threading.Lock(), []
 
     def one(job) -> None:
@@ -138,10 +148,10 @@ def measure_overheads(config: Path, arms: dict[str, list[str]], work: Path, over
     from vr_online.run import start
     from vr_online.train import train_step
 
-    ranks, seconds = Ranks(), {name: [] for name in arms}
+    ranks, seconds, images = Ranks(), {name: [] for name in arms}, _images(load_config(config, overrides))
     with tempfile.TemporaryDirectory() as scratch:
         runs = {
-            name: start(load_config(config, [*overrides, *_keys(keys, work), f"run_dir={scratch}/{name}", "name=overhead"]), ranks)
+            name: start(load_config(config, [*overrides, *_keys(keys, work, images), f"run_dir={scratch}/{name}", "name=overhead"]), ranks)
             for name, keys in arms.items()
         }
         order = list(runs)
@@ -236,7 +246,10 @@ def overheads(args: argparse.Namespace, arms: dict[str, list[str]], work: Path) 
     return known
 
 
-def summarise(work: Path, arms: dict[str, list[str]], seeds: list[int], default: str, overhead: dict[str, dict]) -> dict:
+def summarise(
+    work: Path, arms: dict[str, list[str]], seeds: list[int], default: str, overhead: dict[str, dict], as_shipped: list[str]
+) -> dict:
+    """The content of results.json. `as_shipped`: what an arm without keys comes to."""
     runs = {name: {s: r for s in seeds if (r := read_run(run_directory(work, name, s)))} for name in arms}
     runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
     final = {name: statistics.fmean(r["distance"][-1] for r in by_seed.values()) for name, by_seed in runs.items()}
@@ -247,7 +260,7 @@ def summarise(work: Path, arms: dict[str, list[str]], seeds: list[int], default:
     for name, by_seed in runs.items():
         ends = [r["distance"][-1] for r in by_seed.values()]
         table[name] = {
-            "keys": arms[name], "seeds": sorted(by_seed),
+            "keys": arms[name] or as_shipped, "seeds": sorted(by_seed),
             **{key: [by_seed[s][key] for s in sorted(by_seed)] for key in ("images", "distance", "wall_s", "step_s", "gain", "achieved", "achieved_error", "ess")},
             "drawn": by_seed[min(by_seed)]["drawn"],
             "final_mean": final[name], "final_std": statistics.stdev(ends) if len(ends) > 1 else None,
@@ -399,7 +412,7 @@ def main() -> None:
     parser.add_argument("config", nargs="?", type=Path, help="YAML with an evaluation section; its timesteps are the arms' base")
     parser.add_argument("--arms", default=None, help=f"comma-separated; default all of: {', '.join(ARMS)}")
     parser.add_argument("--arm", action="append", default=[], metavar="NAME:KEY=VALUE[;KEY=VALUE]", help="an arm of your own")
-    parser.add_argument("--default", default="online_vr_logit_normal_0", help="arm that the summary compares (default %(default)s)")
+    parser.add_argument("--default", default="default", help="arm that the summary compares (default %(default)s)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default %(default)s)")
     parser.add_argument("--out", type=Path, help="folder of the report")
     parser.add_argument("--work", type=Path, default=None, help="folder of the runs (default runs/ablate/<config's name>)")
@@ -440,9 +453,11 @@ def ablate(args: argparse.Namespace) -> dict:
         failures = train_all(args.config, arms, seeds, work, args.jobs, args.overrides)
         if failures:
             sys.exit("\n".join(["some runs failed; run the same command to continue:", *failures]))
-    results = {"dataset": args.config.stem.removeprefix("ablate_"), **summarise(work, arms, seeds, args.default, overheads(args, arms, work))}
+    results = {"dataset": args.config.stem.removeprefix("ablate_"), **summarise(
+        work, arms, seeds, args.default, overheads(args, arms, work), [f"target={config.timesteps.target}", f"proposal={config.timesteps.proposal}"]
+    )}
     (args.out / "results.json").write_text(json.dumps(results, indent=1))
-    write_report(results, args.out, "python " + " ".join(sys.argv))
+    write_report(results, args.out, "python " + " ".join(word for word in sys.argv if word != "--report-only"))
     draw(results, args.out)
     return results
 
