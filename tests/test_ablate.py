@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from vr_online.config import load_config
+from vr_online.timesteps.densities import write_table
 
 REPO = Path(__file__).parents[1]
 sys.path.insert(0, str(REPO / "tools"))
@@ -41,6 +45,24 @@ def test_an_arm_that_never_gets_there_is_read_the_other_way_round():
     assert ablate.cost_ratio({0: curve(9, 9, 4)}, reference) == {"ratio": pytest.approx(300 / 200), "low": None, "high": None}
     assert ablate.cost_ratio(reference, {0: curve(9, 9, 4)})["ratio"] == pytest.approx(200 / 300)  # the two readings are inverse
     assert ablate.cost_ratio({0: curve(9, 8, 2 + 1e-9)}, reference)["ratio"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ablate.ARMS)
+def test_every_arm_is_something_a_user_can_set(name, tmp_path):
+    write_table(tmp_path / "vr_static.npz", np.linspace(0, 1, 9), np.ones(8))
+    keys = ablate._keys(ablate.ARMS[name], tmp_path, images=1000)
+    timesteps = load_config(None, keys).timesteps
+    assert not any("{" in key for key in keys)
+    if name == "default":
+        assert timesteps == load_config(None).timesteps and timesteps.target == "learnable"
+    if name == "curriculum":
+        assert timesteps.anneal == [500, 500]
+
+
+def test_the_median_of_paired_ratios_and_its_interval():
+    logs = np.log(np.linspace(0.9, 1.1, 101))
+    ratio = ablate._median_ratio(np.random.default_rng(0).permutation(logs))
+    assert ratio["ratio"] == pytest.approx(1.0) and 0.9 < ratio["low"] < 1.0 < ratio["high"] < 1.1
 
 
 def test_smoke_run_writes_report_results_and_figures(tmp_path):
