@@ -413,7 +413,7 @@ def continued(problem, other, steps=6):
     return problem.steps(steps), other.steps(steps)
 
 
-@pytest.mark.parametrize("config", [{}, {"update_every": 4}, {"proposal": "loss_second_moment"}, {"proposal": "loss_ema"}, {"target": "entropy_rate"}, {"draws": "iid"}])
+@pytest.mark.parametrize("config", [{}, {"update_every": 4}, {"proposal": "loss_second_moment"}, {"proposal": "loss_ema"}, {"target": "entropy_rate"}, {"target": "learnable"}, {"target": "frontier"}, {"anneal": [64, 1024]}, {"draws": "iid"}])
 def test_a_resumed_sampler_continues_bitwise(config):
     problem, other = Regression(**config), Regression(**config)
     problem.steps(22)
