@@ -38,30 +38,29 @@ from vr_online import checkpoint
 from vr_online.config import Config, load_config
 
 STATIC = {f"logit_normal_{name}": f"logit_normal({m}, 1)" for name, m in (("m075", -0.75), ("0", 0), ("p075", 0.75), ("p15", 1.5))}
-PLAIN = ["proposal=same", "probe.enabled=false"]  # what needs no gradient statistics pays for none
 ARMS: dict[str, list[str]] = {
-    "uniform": ["target=uniform", *PLAIN],
-    **{name: [f"target={spec}", *PLAIN] for name, spec in STATIC.items()},
-    "mode": ["target=mode(1.29)", *PLAIN],
-    "cosmap": ["target=cosmap", *PLAIN],
-    "vr_static": ["target=vr_static({work}/vr_static.npz)", *PLAIN],
+    "uniform": ["target=uniform", "proposal=same"],
+    **{name: [f"target={spec}", "proposal=same"] for name, spec in STATIC.items()},
+    "mode": ["target=mode(1.29)", "proposal=same"],
+    "cosmap": ["target=cosmap", "proposal=same"],
+    "vr_static": ["target=vr_static({work}/vr_static.npz)", "proposal=same"],
     # The published rules know neither smoothing nor a floor of a fifth.
-    "loss_second_moment": ["target=uniform", "proposal=loss_second_moment", "smooth=0", "floor=0.001", "probe.enabled=false"],
-    "loss_ema": ["target=uniform", "proposal=loss_ema", "smooth=0", "floor=0.001", "probe.enabled=false"],
-    "curriculum": ["target=logit_normal(0, 1)", "anneal=[{half},{half}]", *PLAIN],
+    "loss_second_moment": ["target=uniform", "proposal=loss_second_moment", "smooth=0", "floor=0.001"],
+    "loss_ema": ["target=uniform", "proposal=loss_ema", "smooth=0", "floor=0.001"],
+    "curriculum": ["target=logit_normal(0, 1)", "anneal=[{half},{half}]", "proposal=same"],
     "online_vr": ["target=uniform", "proposal=online_vr"],
     "online_vr_half_corrected": ["target=uniform", "proposal=online_vr", "correction=0.5"],
     "online_vr_logit_normal_0": ["target=logit_normal(0, 1)", "proposal=online_vr"],
     "grad_variance_1": ["target=grad_variance(1)", "proposal=same"],
     "grad_variance_2": ["target=grad_variance(2)", "proposal=same"],
-    "entropy_rate": ["target=entropy_rate(0.15)", *PLAIN],
-    "information": ["target=information(1)", *PLAIN],
-    "progress": ["target=progress(1)", *PLAIN],
+    "entropy_rate": ["target=entropy_rate(0.15)", "proposal=same"],
+    "information": ["target=information(1)", "proposal=same"],
+    "progress": ["target=progress(1)", "proposal=same"],
     "signal": ["target=signal(1)", "proposal=same"],
     "agreement": ["target=agreement(1)", "proposal=same"],
-    "frontier": ["target=frontier", *PLAIN],
-    "learnable": ["target=learnable", *PLAIN],
-    "learnable_annealed": ["target=learnable", "anneal=[{half},{all}]", *PLAIN],
+    "frontier": ["target=frontier", "proposal=same"],
+    "learnable_online_vr": ["target=learnable", "proposal=online_vr"],
+    "learnable_annealed": ["target=learnable", "anneal=[{half},{all}]", "proposal=same"],
     "default": [],
 }
 _WARM_STEPS = 10  # until every arm has left its warm-up
@@ -195,6 +194,7 @@ def read_run(directory: Path) -> dict | None:
         "images": [r["images"] for r in results],
         "distance": [r["value"] for r in results],
         "wall_s": [float(np.interp(r["step"], steps, seconds)) for r in results],
+        "images_per_step": lines[-1]["images"] / lines[-1]["step"],
         "step_s": statistics.median(line["speed/step_s"] for line in lines),
         **{name: lines[-1].get(f"sampler/{name}") for name in ("gain", "achieved", "achieved_error", "ess")},
         # Density of the draws at a few times of the run, 1 for uniform.
@@ -252,6 +252,11 @@ def summarise(
     """The content of results.json. `as_shipped`: what an arm without keys comes to."""
     runs = {name: {s: r for s in seeds if (r := read_run(run_directory(work, name, s)))} for name in arms}
     runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
+    # Runs of hours share a machine with changing load; the steps measured in turns do not.
+    step = statistics.median(r["step_s"] for r in runs["uniform"].values())
+    for name in runs.keys() & overhead.keys():
+        for run in runs[name].values():
+            run["wall_s"] = [n / run["images_per_step"] * step * overhead[name]["ratio"] for n in run["images"]]
     final = {name: statistics.fmean(r["distance"][-1] for r in by_seed.values()) for name, by_seed in runs.items()}
     static = [name for name in STATIC if name in runs]
     best = min(static, key=final.get) if static else "uniform"
@@ -292,7 +297,7 @@ def write_report(results: dict, out: Path, words: str) -> None:
         f"of the best logit-normal, `{best}`, in {shown(results['default_vs_best_static'])} of its images.", "",
         "Final distance: mean and standard deviation over seeds. Images and seconds: what the arm needs for the same distance, as a "
         "share of what the reference needs; below 1 is better; in brackets the 95 % interval over seeds. Step: time of a train step over "
-        "uniform's, measured in turns in one process. Gain: variance of the minibatch gradient over that of plain draws from the target, "
+        "uniform's, measured in turns in one process, which the seconds of training are taken from. Gain: variance of the minibatch gradient over that of plain draws from the target, "
         "predicted by the estimator, and measured in the same run from half-batches.", "",
         f"| arm | keys under `timesteps` | seeds | final distance | images, uniform 1 | seconds, uniform 1 | images, `{best}` 1 | step | gain "
         "predicted | gain measured |", "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -121,8 +121,9 @@ class ProbeConfig(Section):
 
     k: int = Field(16, ge=1)
     """Random orthogonal vectors on each side of a tapped layer; their k x k pairs are the directions of the sketch."""
-    enabled: bool = True
-    """Off saves the probe's two per cent or so of a step; the variance over t is then neither learned from nor shown."""
+    enabled: Optional[bool] = None
+    """null attaches the probe where the target or the proposal needs it, true also only to watch the variance over t (1 to
+    7 % of a step, least in wide models), false never."""
     layers: list[str] = Field(
         ["*", "!*.attn.qkv", "!*.mlp.fc2", "!blocks.*[13579].attn.proj", "!blocks.*[13579].mlp.fc1"], min_length=1
     )
@@ -139,8 +140,8 @@ class TimestepConfig(Section):
     `beta(a, b)`, `table(file)`, `vr_static(file)`, or learned live: `learnable(power, tilt)`, `progress(power)`,
     `frontier(power, tilt, progress)`, `information(power)`, `signal(power)`, `agreement(power)`, `grad_variance(power)`,
     `entropy_rate(c)`."""
-    proposal: str = "online_vr"
-    """Density p(t) that t is drawn from: `online_vr`, `loss_second_moment`, `loss_ema`, `same` (as the target),
+    proposal: str = "same"
+    """Density p(t) that t is drawn from: `same` (as the target), `online_vr`, `loss_second_moment`, `loss_ema`,
     or any fixed density of `target`."""
     correction: float = Field(1.0, ge=0, le=1)
     """Exponent of the importance weight (q/p)^correction: 1 is unbiased for q, 0 only draws."""
@@ -171,6 +172,14 @@ class TimestepConfig(Section):
 
         (rules.parse_target if info.field_name == "target" else rules.parse_proposal)(spec)
         return spec
+
+    @property
+    def wants_probe(self) -> bool:
+        """Whether a run attaches the probe."""
+        from vr_online.timesteps import rules
+
+        needed = rules.need_probe(rules.parse_target(self.target), rules.parse_proposal(self.proposal))
+        return bool(needed) if self.probe.enabled is None else self.probe.enabled
 
     @field_validator("anneal")
     @classmethod

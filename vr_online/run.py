@@ -205,7 +205,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     elif config.model.init:
         load_init(model, config.model.init)
     model.to(ranks.device)
-    probe = attach_probe(model, config.timesteps.probe, seed=config.seed) if config.timesteps.probe.enabled else None
+    probe = attach_probe(model, config.timesteps.probe, seed=config.seed) if config.timesteps.wants_probe else None
     sampler = OnlineSampler(
         config.timesteps, path=flow.path, prediction=config.flow.prediction, seed=config.seed, probe=probe, batch_size=plan.batch_size,
         accumulation=plan.accumulation, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device,

@@ -139,3 +139,12 @@ def test_a_memory_shorter_than_the_warm_up_is_refused():
     with pytest.raises(ConfigError, match="never reaches warmup"):
         validate({"timesteps": {"half_life": 10, "bins": 32}})
     assert TimestepConfig(half_life=100, bins=32)
+
+
+@pytest.mark.parametrize(
+    "keys, attached",
+    [({}, False), ({"proposal": "online_vr"}, True), ({"target": "grad_variance"}, True), ({"target": "signal(0.5)"}, True),
+     ({"probe": {"enabled": True}}, True), ({"proposal": "online_vr", "probe": {"enabled": False}}, False)],
+)
+def test_the_probe_is_attached_where_it_is_needed(keys, attached):
+    assert validate({"timesteps": keys}).timesteps.wants_probe == attached

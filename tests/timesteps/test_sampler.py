@@ -36,7 +36,7 @@ class Regression:
     def __init__(self, seed: int = 0, probe: bool = True, **config) -> None:
         self.model = nn.Linear(self.D, self.M, bias=False)
         nn.init.zeros_(self.model.weight)
-        settings = dict(target="uniform", bins=4, smooth=0.0, floor=0.02, half_life=1e6, probe=ALL_LAYERS)
+        settings = dict(target="uniform", proposal="online_vr", bins=4, smooth=0.0, floor=0.02, half_life=1e6, probe=ALL_LAYERS)
         self.config = TimestepConfig(**{**settings, **config})
         self.probe = attach_probe(self.model, ALL_LAYERS) if probe else None
         self.sampler = OnlineSampler(self.config, probe=self.probe, batch_size=64, seed=seed, path=get_path("linear"))
@@ -301,7 +301,7 @@ def test_update_every_holds_the_proposal():
 
 def test_what_is_missing_is_named():
     with pytest.raises(UserError, match="proposal: online_vr needs a probe"):
-        OnlineSampler(TimestepConfig())
+        OnlineSampler(TimestepConfig(proposal="online_vr"))
     with pytest.raises(UserError, match="target: signal.* needs a probe"):
         OnlineSampler(TimestepConfig(target="signal", proposal="same"))
     with pytest.raises(ValueError, match="micro_batch_size"):

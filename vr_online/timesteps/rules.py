@@ -282,3 +282,9 @@ def parse_target(spec: str) -> Spec:
 def parse_proposal(spec: str) -> Spec:
     """A proposal density: `same`, fixed or learned."""
     return parse(spec, PROPOSALS, also=("same",))
+
+
+def need_probe(target: Spec, proposal: Spec) -> list[str]:
+    """Which of `target` and `proposal` learn from gradient sketches."""
+    specs = (("target", target, TARGETS), ("proposal", proposal, PROPOSALS))
+    return [key for key, spec, table in specs if spec.name in table and table[spec.name].sketches]

@@ -214,7 +214,7 @@ class OnlineSampler:
     def verdict(self) -> str:
         """One sentence on whether adapting the proposal pays here. Waits for the device."""
         if self.probe is None:
-            return "no probe is attached, so the gradient variance over t is not measured"
+            return "the gradient variance over t is not measured; timesteps.probe.enabled=true does, and proposal=online_vr learns from it"
         values = self.metrics()
         if not values["ready"]:
             return f"still warming up: the least visited bin has {values['n_eff_min']:.1f} of {self.config.warmup:g} samples"
@@ -438,10 +438,12 @@ class OnlineSampler:
         return self._fixed[spec]
 
     def _check_needs(self) -> None:
-        for key, spec, table in (("target", self.target, rules.TARGETS), ("proposal", self.proposal, rules.PROPOSALS)):
-            rule = table.get(spec.name)
-            if rule and rule.sketches and self.probe is None:
-                raise UserError(f"timesteps.{key}: {spec} needs a probe: pass probe=attach_probe(model, config.probe) to OnlineSampler")
+        if self.probe is None:
+            for key in rules.need_probe(self.target, self.proposal):
+                raise UserError(
+                    f"timesteps.{key}: {getattr(self, key)} needs a probe: pass probe=attach_probe(model, config.probe) to OnlineSampler; "
+                    "in a run's configuration, timesteps.probe.enabled may not be false"
+                )
 
     def _tensor(self, values) -> Tensor:
         return torch.as_tensor(values).clone().to(self.device)
