@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks share two cores; also
 TINY = [
     "model.name=custom", "model.depth=2", "model.hidden_size=32", "model.num_heads=2", "model.patch_size=2",
     "train.batch_size=16", "train.steps=6", "optimizer.lr=1e-3", "monitor.log_every=1", "checkpoint.every=3",
-    "timesteps.bins=4", "timesteps.warmup=2", "data.workers=0", "data.shuffle=64",
+    "timesteps.bins=4", "timesteps.warmup=2", "timesteps.proposal=online_vr", "data.workers=0", "data.shuffle=64",
 ]
 
 

@@ -82,7 +82,7 @@ def small_model(shape, classes: int, depth: int, width: int):
 
 def train(model, x, y, flow: Flow, steps: int, batch: int = 64) -> None:
     """Plain training, uniform stratified t."""
-    sampler = OnlineSampler(TimestepConfig(proposal="same"), batch_size=batch)
+    sampler = OnlineSampler(TimestepConfig(target="uniform"), batch_size=batch)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in tqdm(range(steps), desc="training", mininterval=5):
@@ -213,7 +213,7 @@ class Stepper:
         """Seconds of one step: wall, and CPU time of this process. The taps are set before the clock starts."""
         probe = attach_probe(self.model, ProbeConfig(k=k, layers=layers)) if layers else None
         if name not in self.samplers:
-            config = TimestepConfig(proposal="online_vr" if layers else "same")
+            config = TimestepConfig(target="uniform", proposal="online_vr" if layers else "same")
             self.samplers[name] = OnlineSampler(config, probe=probe, batch_size=len(self.y))
         self.samplers[name].probe = probe
         start = np.array([time.perf_counter(), time.process_time()])

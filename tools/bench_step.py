@@ -49,7 +49,7 @@ def our_loop(folder: Path, model: str):
 
     config = load_config(None, [
         f"data.shards={folder}/shards", "data.workers=0", f"run_dir={folder}/run", f"model.name={model}",
-        f"train.batch_size={BATCH}", "train.steps=1000000", "engine.zero_stage=0",
+        f"train.batch_size={BATCH}", "train.steps=1000000", "engine.zero_stage=0", "timesteps.proposal=online_vr",
     ])
     ranks = Ranks()
     run = start(config, ranks)
