@@ -178,12 +178,12 @@ def _median_ratio(logs: np.ndarray) -> dict:
 # Reading
 
 
-def read_run(directory: Path) -> dict | None:
-    """Distances over images and over seconds of training, and what the sampler said at the end."""
+def read_run(directory: Path, images: int) -> dict | None:
+    """Distances over images and over seconds of training, and what the sampler said at the end; None before the end."""
     results = sorted(directory.glob("evals/*/result.json"), key=lambda p: int(p.parent.name))
-    if not results:
-        return None
     results = [json.loads(p.read_text()) for p in results]
+    if not results or results[-1]["images"] != images:
+        return None
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     bins = [json.loads(line) for line in (directory / "bins.jsonl").read_text().splitlines()]
     chosen = [bins[i] for i in sorted({round(f * (len(bins) - 1)) for f in np.geomspace(0.05, 1, 5)})]
@@ -247,10 +247,11 @@ def overheads(args: argparse.Namespace, arms: dict[str, list[str]], work: Path) 
 
 
 def summarise(
-    work: Path, arms: dict[str, list[str]], seeds: list[int], default: str, overhead: dict[str, dict], as_shipped: list[str]
+    work: Path, arms: dict[str, list[str]], seeds: list[int], default: str, overhead: dict[str, dict], config: Config
 ) -> dict:
-    """The content of results.json. `as_shipped`: what an arm without keys comes to."""
-    runs = {name: {s: r for s in seeds if (r := read_run(run_directory(work, name, s)))} for name in arms}
+    """The content of results.json."""
+    images, as_shipped = _images(config), [f"target={config.timesteps.target}", f"proposal={config.timesteps.proposal}"]
+    runs = {name: {s: r for s in seeds if (r := read_run(run_directory(work, name, s), images))} for name in arms}
     runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
     # Runs of hours share a machine with changing load; the steps measured in turns do not.
     step = statistics.median(r["step_s"] for r in runs["uniform"].values())
@@ -458,9 +459,10 @@ def ablate(args: argparse.Namespace) -> dict:
         failures = train_all(args.config, arms, seeds, work, args.jobs, args.overrides)
         if failures:
             sys.exit("\n".join(["some runs failed; run the same command to continue:", *failures]))
-    results = {"dataset": args.config.stem.removeprefix("ablate_"), **summarise(
-        work, arms, seeds, args.default, overheads(args, arms, work), [f"target={config.timesteps.target}", f"proposal={config.timesteps.proposal}"]
-    )}
+    results = {
+        "dataset": args.config.stem.removeprefix("ablate_"),
+        **summarise(work, arms, seeds, args.default, overheads(args, arms, work), config),
+    }
     (args.out / "results.json").write_text(json.dumps(results, indent=1))
     write_report(results, args.out, "python " + " ".join(word for word in sys.argv if word != "--report-only"))
     draw(results, args.out)
