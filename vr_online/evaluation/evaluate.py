@@ -87,7 +87,6 @@ class Task:
             group=group,
             cache=cache,
             codec_path=settings.codec_path,
-            batch_size=settings.batch_size,
             keep_features=_needs_features(settings),
             progress=progress,
         )

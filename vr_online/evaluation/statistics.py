@@ -229,12 +229,14 @@ def load_reference(
     *,
     cache: Optional[Path] = None,
     codec_path: Optional[str] = None,
-    batch_size: int = 64,
     keep_features: bool = False,
     group: Optional[Group] = None,
     progress: bool = True,
 ) -> Statistics:
     """Reference statistics from an npz file, or computed from a folder of shards or images.
+
+    Batches are those of `compute_statistics`, whatever the evaluation's: sums in another order differ in their last bits, and
+    one folder would be two references.
 
     Args:
         cache: folder where computed statistics are kept, under a name that changes with the source.
@@ -261,7 +263,6 @@ def load_reference(
         source,
         extractor,
         codec=source_codec(source, extractor, codec_path),
-        batch_size=batch_size,
         keep_features=keep_features,
         group=group,
         progress=progress,
