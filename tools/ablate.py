@@ -299,7 +299,8 @@ def write_report(results: dict, out: Path, words: str) -> None:
         "Final distance: mean and standard deviation over seeds. Images and seconds: what the arm needs for the same distance, as a "
         "share of what the reference needs; below 1 is better; in brackets the 95 % interval over seeds. Step: time of a train step over "
         "uniform's, measured in turns in one process, which the seconds of training are taken from. Gain: variance of the minibatch gradient over that of plain draws from the target, "
-        "predicted by the estimator, and measured in the same run from half-batches.", "",
+        "predicted by the estimator, and measured in the same run from half-batches. In the keys {half} is half the run's images, {work} the "
+        "folder of the runs.", "",
         f"| arm | keys under `timesteps` | seeds | final distance | images, uniform 1 | seconds, uniform 1 | images, `{best}` 1 | step | gain "
         "predicted | gain measured |", "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
