@@ -41,6 +41,8 @@ STATIC = {f"logit_normal_{name}": f"logit_normal({m}, 1)" for name, m in (("m075
 ARMS: dict[str, list[str]] = {
     "uniform": ["target=uniform", "proposal=same"],
     **{name: [f"target={spec}", "proposal=same"] for name, spec in STATIC.items()},
+    # As narrow as what `learnable` comes to on the two data sets: a control chosen in hindsight, no baseline.
+    "logit_normal_0_narrow": ["target=logit_normal(0, 0.5)", "proposal=same"],
     "mode": ["target=mode(1.29)", "proposal=same"],
     "cosmap": ["target=cosmap", "proposal=same"],
     "vr_static": ["target=vr_static({work}/vr_static.npz)", "proposal=same"],
