@@ -292,6 +292,8 @@ class OnlineSampler:
         keys = {"bins": "timesteps.bins", "path": "flow.path", "k": "timesteps.probe.k", "layers": "timesteps.probe.layers"}
         for name, key in keys.items():
             stored = state[name]
+            if name == "path" and stored is None:
+                continue  # written where none was named
             if stored != mine[name]:
                 shown = (f"{len(stored)} layers", f"{len(mine[name])} layers") if name == "layers" else (stored, mine[name])
                 raise UserError(
