@@ -239,11 +239,13 @@ def _one_ratio(arm: dict, reference: dict, clock: str) -> float:
 
 
 def overheads(args: argparse.Namespace, arms: dict[str, list[str]], work: Path) -> dict[str, dict]:
-    """Measured once all arms are trained, when the machine is quiet; kept beside the runs."""
+    """Measured once all arms are trained, when the machine is quiet; kept beside the runs, so that a later arm is measured
+    against uniform alone."""
     kept = work / "overhead.json"
     known = json.loads(kept.read_text()) if kept.exists() else {}
-    if args.rounds and not arms.keys() <= known.keys():
-        known = measure_overheads(args.config, arms, work, args.overrides, args.rounds)
+    missing = {name: keys for name, keys in arms.items() if name not in known}
+    if args.rounds and missing:
+        known |= measure_overheads(args.config, {"uniform": arms["uniform"], **missing}, work, args.overrides, args.rounds)
         kept.write_text(json.dumps(known))
     return known
 
