@@ -79,6 +79,8 @@ class Ranks:
         """Ends the group once every rank is here."""
         self.gather(None)
         self._watch.stop()
+        # Its threads end with the last reference. One that the interpreter's end finds at work aborts the process.
+        self._control = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -95,6 +97,7 @@ class FailureWatch:
 
     def __init__(self, ranks: Ranks):
         self.rank, self._store, self._stopped = ranks.rank, None, threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
         if ranks.world_size == 1:
             return
         host = os.environ["MASTER_ADDR"]
@@ -103,7 +106,7 @@ class FailureWatch:
         port = ranks.gather(self._store.port if self._store else None)[0]
         if ranks.rank != 0:
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-        threading.Thread(target=self._poll, daemon=True).start()
+        self._thread.start()
 
     def report(self, message: str) -> None:
         if self._store is None or self._stopped.is_set():
@@ -129,6 +132,8 @@ class FailureWatch:
 
     def stop(self) -> None:
         self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=GRACE_S)
 
     def _poll(self) -> None:
         while not self._stopped.wait(POLL_S):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 from pathlib import Path
 from typing import Any, Callable
 
@@ -29,6 +30,9 @@ def _entry(rank: int, function: Callable, world_size: int, port: int, folder: st
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    # The engines' own groups live on, and a thread of theirs at work while the interpreter ends aborts the process.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def on_ranks(function: Callable, world_size: int, folder, *args) -> list[Any]:
