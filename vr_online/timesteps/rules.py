@@ -235,11 +235,11 @@ TARGETS: dict[str, Rule] = {
         information, "information of the live loss per unit of log-SNR, to a power", ("power",), (1.0,), ready=enough_samples,
     ),
     "learnable": Rule(
-        learnable, "live loss below a linear denoiser's, to a power, tilted to the data", ("power", "tilt"), (3.0, 0.5),
+        learnable, "live loss below a linear denoiser's, to a power, tilted to the data", ("power", "tilt"), (4.0, 1.0),
         ready=enough_samples,
     ),
     "frontier": Rule(
-        frontier, "`learnable` times `progress` to a power", ("power", "tilt", "progress"), (3.0, 0.5, 0.5), ready=enough_samples,
+        frontier, "`learnable` times `progress` to a power", ("power", "tilt", "progress"), (4.0, 1.0, 0.5), ready=enough_samples,
     ),
     "progress": Rule(progress, "recent fall of the live loss, to a power", ("power",), (1.0,), ready=enough_samples),
     "signal": Rule(signal, "mean gradient over its noise, to a power", ("power",), (1.0,), sketches=True, ready=enough_samples),
