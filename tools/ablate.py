@@ -21,6 +21,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -469,7 +470,7 @@ def ablate(args: argparse.Namespace) -> dict:
         **summarise(work, arms, seeds, args.default, overheads(args, arms, work), config),
     }
     (args.out / "results.json").write_text(json.dumps(results, indent=1))
-    write_report(results, args.out, "python " + " ".join(word for word in sys.argv if word != "--report-only"))
+    write_report(results, args.out, "python " + shlex.join(word for word in sys.argv if word != "--report-only"))
     draw(results, args.out)
     return results
 
