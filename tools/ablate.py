@@ -331,24 +331,39 @@ def _mean(values: list, errors: list | None = None) -> str:
     return f"{statistics.fmean(known):.3f}" + (f" ± {error:.3f}" if error else "")
 
 
+def styles(results: dict) -> dict[str, dict]:
+    """Line of each arm: the default, uniform and the best static density stand out, the others differ in colour or dashes."""
+    import matplotlib.pyplot as plt
+
+    colours = plt.get_cmap("tab10").colors
+    others = [name for name in results["arms"] if name not in (results["default"], "uniform", results["best_static"])]
+    lines = {name: {"color": colours[i % 10], "linestyle": ("-", "--", ":")[i // 10 % 3], "linewidth": 1} for i, name in enumerate(others)}
+    lines |= {results["best_static"]: {"color": "0.35", "linestyle": "--", "linewidth": 2.5}, "uniform": {"color": "0.6", "linewidth": 2.5}}
+    return lines | {results["default"]: {"color": "black", "linewidth": 2.5}}
+
+
 def draw(results: dict, out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    lines = styles(results)
+    uniform = results["arms"]["uniform"]
+    start = next(i for i, n in enumerate(uniform["images"][0]) if n >= uniform["images"][0][-1] / 4)  # all fall steeply before
+    top = 1.15 * np.mean(uniform["distance"], axis=0)[start]
     for clock, unit, file in (("images", "images", "distance_images.png"), ("wall_s", "seconds of training", "distance_seconds.png")):
-        figure, axis = plt.subplots(figsize=(9, 6), constrained_layout=True)
-        colours = plt.get_cmap("tab20").colors
-        order = sorted(results["arms"].items(), key=lambda item: item[1]["final_mean"])
-        for colour, (name, arm) in zip(colours * 2, order):
-            x, y = np.mean(arm[clock], axis=0), np.array(arm["distance"])
-            axis.plot(x, y.mean(0), marker="o", markersize=3, label=name, color=colour)
+        figure, axis = plt.subplots(figsize=(11, 6), constrained_layout=True)
+        low = math.inf
+        for name, arm in sorted(results["arms"].items(), key=lambda item: item[1]["final_mean"]):
+            x, y = np.mean(arm[clock], axis=0)[start:], np.array(arm["distance"])[:, start:]
+            axis.plot(x, y.mean(0), marker="o", markersize=3, label=name, **lines[name])
             if len(y) > 1:
-                axis.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.12, linewidth=0)
-        axis.set(xlabel=unit, ylabel=results["metric"], title=f"{results['dataset']}: mean and range over seeds", yscale="log")
+                axis.fill_between(x, y.min(0), y.max(0), color=lines[name]["color"], alpha=0.12, linewidth=0)
+            low = min(low, y.min())
+        axis.set(xlabel=unit, ylabel=results["metric"], title=f"{results['dataset']}: mean and range over seeds, best first", ylim=(0.98 * low, top))
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, ncol=2)
+        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         figure.savefig(out / file, dpi=110)
         plt.close(figure)
     draw_gain(results, out)
@@ -379,10 +394,10 @@ def draw_densities(results: dict, out: Path) -> None:
     """Left, what each arm draws at the end; right, the default over the run."""
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True, sharey=True)
-    for colour, (name, arm) in zip(plt.get_cmap("tab20").colors * 2, results["arms"].items()):
-        p = arm["drawn"][-1]["p"]
-        left.stairs(p, np.linspace(0, 1, len(p) + 1), label=name, color=colour)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 7), constrained_layout=True, sharey=True)
+    for name, line in styles(results).items():
+        p = results["arms"][name]["drawn"][-1]["p"]
+        left.stairs(p, np.linspace(0, 1, len(p) + 1), label=name, **line)
     default = results["arms"][results["default"]]["drawn"]
     for colour, at in zip(plt.get_cmap("viridis")(np.linspace(0, 0.9, len(default))), default):
         right.stairs(at["p"], np.linspace(0, 1, len(at["p"]) + 1), label=f"{at['images']:,} images", color=colour)
@@ -390,7 +405,7 @@ def draw_densities(results: dict, out: Path) -> None:
     right.set(title=f"{results['default']} over the run", xlabel="t (0 noise, 1 data)")
     for axis in (left, right):
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7, ncol=2)
+        axis.legend(fontsize=7, ncol=4, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     figure.suptitle(results["dataset"])
     figure.savefig(out / "density.png", dpi=110)
     plt.close(figure)
